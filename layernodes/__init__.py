@@ -1,0 +1,1 @@
+"""Transformer layers as typed nodes: hide expert-parallel communication behind computation, bit for bit."""

@@ -1,0 +1,1 @@
+"""Layer plans, chunk plans, schedules and what runs them."""
