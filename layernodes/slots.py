@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Final
 
@@ -44,3 +45,18 @@ class Phase(StrEnum):
     F = "F"
     B = "B"
     W = "W"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtraSlot:
+    """A slot of a user's own, run right after one of the layer's slots.
+
+    It is part of a shape and has steps of its own; in the tuple of five callables it is fused into its predecessor.
+
+    Attributes:
+        name: its text in steps; an identifier that is no ``Slot`` value.
+        after: the slot that it follows.
+    """
+
+    name: str
+    after: Slot

@@ -1,1 +1,22 @@
-"""The slot nodes."""
+"""The slot nodes: the base class, one class for each slot, and nothing else."""
+
+from __future__ import annotations
+
+from layernodes.nodes.base import ScheduleNode, WgradHook
+from layernodes.nodes.combine import CombineExchangeNode, CombineNode, PostCombineNode
+from layernodes.nodes.dispatch import DispatchNode
+from layernodes.nodes.expert import ExpertNode
+from layernodes.nodes.mtp_post import MTPPostNode
+from layernodes.nodes.pre_dispatch import PreDispatchNode
+
+__all__ = [
+    "CombineExchangeNode",
+    "CombineNode",
+    "DispatchNode",
+    "ExpertNode",
+    "MTPPostNode",
+    "PostCombineNode",
+    "PreDispatchNode",
+    "ScheduleNode",
+    "WgradHook",
+]

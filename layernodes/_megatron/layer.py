@@ -1,0 +1,419 @@
+"""The parts of a Megatron-Core ``TransformerLayer``, each runnable on its own for one microbatch.
+
+Mirrors ``TransformerLayer.forward``, ``TransformerLayer._forward_mlp`` and ``MoELayer.forward`` of megatron-core 0.19:
+
+    attend    input norm, self-attention, residual
+    route     pre-MLP norm, shared experts, router, dispatch preprocess
+    dispatch  token exchange                                                 (communication)
+    experts   dispatch postprocess, routed experts, combine preprocess
+    combine   token exchange                                                 (communication)
+    finish    un-permute, latent projection, shared experts' add, residual, the decoder's final norm
+    dense     pre-MLP norm, dense MLP, residual, the decoder's final norm
+
+All of them work on a ``LayerPass``: one microbatch's private view of the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, final
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.pipeline_parallel.utils import StageDispatchBwdGrad
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.typed_torch import apply_module
+from megatron.core.utils import make_viewless_tensor
+from torch import Tensor
+
+from layernodes._megatron.calls import ModuleCall
+from layernodes._megatron.chunk_state import progress_of
+from layernodes._megatron.private import adopt, private_layer, private_moe, seal
+from layernodes._megatron.streams import current_device_stream
+from layernodes.state import NodeContext
+
+
+@final
+@dataclass(kw_only=True)
+class LayerPass:
+    """One microbatch's pass through one layer: the private views that its slots work on, handed from slot to slot.
+
+    Attributes:
+        layer: view of the transformer layer.
+        moes: views of its MoE layer, one for each chunk of ``mlp_chunks_for_training``; empty for a dense layer.
+        sizes: rows of tokens of each chunk, as they left the latest slot.
+        unflatten_mbs: samples that a packed batch was un-flattened into for the router, or None.
+        packed_seq_params, padding_mask, context: what ``_forward_mlp`` and the call's end need of the inputs.
+        call, moe_calls: calls in progress of the layer and its MoE layer, where hooks listen.
+    """
+
+    layer: TransformerLayer
+    moes: list[MoELayer] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    unflatten_mbs: int | None = None
+    packed_seq_params: Any = None
+    padding_mask: Tensor | None = None
+    context: Tensor | None = None
+    call: ModuleCall | None = None
+    moe_calls: list[ModuleCall | None] = field(default_factory=list)
+
+
+class Routed(NamedTuple):
+    """What ``route`` makes: ``residual [s, b, h]``, the shared experts' output, and tokens with probs to dispatch."""
+
+    residual: Tensor
+    shared_expert_output: Tensor | None
+    tokens: Tensor
+    probs: Tensor
+
+
+@final
+class LayerParts:
+    """Runs the parts of one layer. Bound to the layer, shared by all microbatches, without state of its own.
+
+    Args:
+        layer: a ``TransformerLayer``, or a ``MultiTokenPredictionLayer`` whose inner layer is one.
+    """
+
+    def __init__(self, layer: TransformerLayer | MultiTokenPredictionLayer) -> None:
+        self.mtp = layer if isinstance(layer, MultiTokenPredictionLayer) else None
+        self.layer: TransformerLayer = layer.mtp_model_layer if self.mtp is not None else layer
+        self.config = self.layer.config
+        self.moe: MoELayer | None = self.layer.mlp if isinstance(self.layer.mlp, MoELayer) else None
+
+    @property
+    def num_local_experts(self) -> int | None:
+        """Experts on this rank; None for a dense layer."""
+        return None if self.moe is None else int(self.moe.num_local_experts)
+
+    def rng(self) -> AbstractContextManager[Any]:
+        """The model-parallel RNG fork under which ``TransformerBlock`` runs its layers with sequence parallelism."""
+        if self.config.sequence_parallel:
+            return tensor_parallel.get_cuda_rng_tracker().fork()
+        return nullcontext()
+
+    def attend(self, ctx: NodeContext, hidden: Tensor) -> tuple[LayerPass, Tensor]:
+        """Begin a pass and run it up to the residual after attention, ``[s, b, h]``."""
+        arguments = _layer_arguments(ctx, hidden)
+        call, arguments = ModuleCall.begin(self.layer, (), arguments)
+        layer_pass = LayerPass(
+            layer=private_layer(self.layer),
+            call=call,
+            packed_seq_params=arguments["packed_seq_params"],
+            padding_mask=arguments["padding_mask"],
+        )
+        hidden, layer_pass.context = layer_pass.layer._forward_attention(**arguments)
+        return layer_pass, hidden
+
+    def attend_and_route(self, ctx: NodeContext, hidden: Tensor) -> tuple[LayerPass, Routed]:
+        """``attend`` and ``route``, by CUDA-graph replay where the layer has graphs (``_te_cuda_graph_replay``)."""
+        if getattr(self.layer, "cuda_graphs", None):
+            return self._replay(ctx, hidden)
+        layer_pass, hidden = self.attend(ctx, hidden)
+        return layer_pass, self.route(layer_pass, hidden)
+
+    def attend_dense(self, ctx: NodeContext, hidden: Tensor) -> tuple[LayerPass, Tensor]:
+        """``attend`` of a dense layer, by CUDA-graph replay where the layer has graphs."""
+        if getattr(self.layer, "cuda_graphs", None):
+            layer_pass, routed = self._replay(ctx, hidden)
+            return layer_pass, routed.residual
+        return self.attend(ctx, hidden)
+
+    def route(self, layer_pass: LayerPass, hidden: Tensor) -> Routed:
+        """From the residual after attention to the tokens that leave for their experts.
+
+        With ``mlp_chunks_for_training`` the tokens and probs of the chunks follow one another.
+        """
+        layer = layer_pass.layer
+        normed = layer._forward_pre_mlp_layernorm(hidden)
+        if isinstance(normed, tuple):  # a fused residual norm
+            normed, residual = normed
+        else:
+            residual = hidden
+        if self.config.fp32_residual_connection:
+            residual = residual.float()
+        normed, mask, layer_pass.unflatten_mbs = layer._maybe_unflatten_for_moe(
+            normed, layer_pass.padding_mask, layer_pass.packed_seq_params
+        )
+        num_chunks = self._num_moe_chunks(normed)
+        if num_chunks == 1:
+            shared_output, tokens, probs = self._route_chunk(layer_pass, normed, {"padding_mask": mask})
+            return Routed(residual, shared_output, tokens, probs)
+        routed = [self._route_chunk(layer_pass, chunk, {}) for chunk in normed.chunk(num_chunks, dim=0)]
+        shared_outputs = [shared for shared, _, _ in routed if shared is not None]
+        layer_pass.sizes = [tokens.shape[0] for _, tokens, _ in routed]
+        return Routed(
+            residual,
+            torch.cat(shared_outputs) if shared_outputs else None,
+            torch.cat([tokens for _, tokens, _ in routed]),
+            torch.cat([probs for _, _, probs in routed]),
+        )
+
+    def dispatch(self, layer_pass: LayerPass, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Exchange tokens and their probs; returns those that this rank's experts work on."""
+        return self._each_chunk_pair(layer_pass, self._dispatch_chunk, tokens, probs)
+
+    def experts(self, layer_pass: LayerPass, tokens: Tensor, probs: Tensor) -> Tensor:
+        """Run the routed experts; the recompute of a discarded pre-MLP norm hangs on their output."""
+        output = self._each_chunk(layer_pass, self._experts_chunk, tokens, probs)
+        if layer_pass.layer.recompute_pre_mlp_layernorm:
+            layer_pass.layer.pre_mlp_norm_checkpoint.discard_output_and_register_recompute(output)
+        return output
+
+    def combine(self, layer_pass: LayerPass, output: Tensor) -> Tensor:
+        """Return the experts' output to the ranks that the tokens came from."""
+        return self._each_chunk(layer_pass, self._combine_chunk, output)
+
+    def finish(
+        self,
+        ctx: NodeContext,
+        layer_pass: LayerPass,
+        output: Tensor,
+        residual: Tensor,
+        shared_expert_output: Tensor | None,
+    ) -> Tensor:
+        """From the combined tokens to the layer's output ``[s, b, h]``."""
+        moes = layer_pass.moes
+        if len(moes) == 1:
+            output = self._end_moe_call(layer_pass, 0, moes[0].postprocess(output, shared_expert_output))
+        else:
+            chunks = output.split(layer_pass.sizes)
+            parts = [moe.postprocess(chunk, None) for moe, chunk in zip(moes, chunks, strict=True)]
+            if shared_expert_output is not None:
+                shared_chunks = shared_expert_output.split([part.shape[0] for part in parts])
+                parts = [part + shared for part, shared in zip(parts, shared_chunks, strict=True)]
+            output = torch.cat([self._end_moe_call(layer_pass, i, part) for i, part in enumerate(parts)])
+        layer = layer_pass.layer
+        output = layer._maybe_reflatten_from_moe(output, layer_pass.packed_seq_params, layer_pass.unflatten_mbs)
+        layer.recompute_pre_mlp_layernorm = False  # hangs on the experts' output already
+        return self._end(ctx, layer_pass, layer._forward_post_mlp((output, None), residual))
+
+    def dense(self, ctx: NodeContext, layer_pass: LayerPass, hidden: Tensor) -> Tensor:
+        """The second half of a dense layer, ``[s, b, h]``."""
+        output = layer_pass.layer._forward_mlp(
+            hidden, padding_mask=layer_pass.padding_mask, packed_seq_params=layer_pass.packed_seq_params
+        )
+        return self._end(ctx, layer_pass, output)
+
+    def _num_moe_chunks(self, normed: Tensor) -> int:
+        wanted = int(self.config.mlp_chunks_for_training)
+        return min(wanted, normed.shape[0]) if wanted > 1 and self.layer.training else 1
+
+    def _route_chunk(
+        self, layer_pass: LayerPass, normed: Tensor, arguments: dict[str, Any]
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        assert self.moe is not None
+        call, arguments = ModuleCall.begin(self.moe, (normed,), arguments)
+        if call is not None:
+            (normed,) = call.args
+        moe = private_moe(self.moe)
+        mask = arguments.get("padding_mask")
+        if mask is not None:
+            mask = mask.transpose(0, 1).bool()
+        shared_output = moe.shared_experts_compute(normed)
+        probs, routing_map = moe.route(normed, mask)
+        tokens, probs = moe.preprocess(normed, probs, routing_map)
+        if moe.shared_expert_overlap:
+            shared_output = _run_overlapped_shared_experts(moe, tokens)
+        seal(moe, self.moe)
+        layer_pass.moes.append(moe)
+        layer_pass.moe_calls.append(call)
+        return shared_output, tokens, probs
+
+    def _dispatch_chunk(self, moe: MoELayer, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.moe is not None
+        dispatcher = moe.token_dispatcher
+        if self.config.moe_token_dispatcher_type == "flex":
+            dispatcher._comm_manager.token_probs = probs
+        in_global_buffer = _gathers_into_global_buffer(dispatcher)
+        if in_global_buffer:
+            tokens = _OwnGradient.apply(tokens)
+        tokens, probs = moe.dispatch(tokens, probs)
+        if in_global_buffer:
+            tokens = tokens.clone()
+        if self.config.moe_token_dispatcher_type == "flex" and self.config.moe_ncclep_zero_copy:
+            # The sole consumer of the dispatch output, so that dispatch's backward is given the symmetric buffer.
+            tokens = StageDispatchBwdGrad.apply(tokens, dispatcher)
+        seal(moe, self.moe)
+        return tokens, probs
+
+    def _experts_chunk(self, moe: MoELayer, tokens: Tensor, probs: Tensor) -> Tensor:
+        assert self.moe is not None
+        if self.config.moe_token_dispatcher_type == "flex":
+            moe.token_dispatcher._comm_manager.dispatched_probs = probs
+        output, _ = moe.routed_experts_compute(tokens, probs)
+        seal(moe, self.moe)
+        return output
+
+    def _combine_chunk(self, moe: MoELayer, output: Tensor) -> Tensor:
+        return moe.combine(output)
+
+    def _each_chunk(self, layer_pass: LayerPass, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """Run one slot on each chunk's private MoE layer; the chunks' rows follow one another."""
+        stream = current_device_stream(tensors[0])
+        for moe in layer_pass.moes:
+            adopt(moe, stream)
+        if len(layer_pass.moes) == 1:
+            return run(layer_pass.moes[0], *tensors)
+        chunks = zip(*(t.split(layer_pass.sizes) for t in tensors), strict=True)
+        outputs = [run(moe, *chunk) for moe, chunk in zip(layer_pass.moes, chunks, strict=True)]
+        layer_pass.sizes = [output.shape[0] for output in outputs]
+        return torch.cat(outputs)
+
+    def _each_chunk_pair(
+        self, layer_pass: LayerPass, run: Callable[..., tuple[Tensor, Tensor]], *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        second: list[Tensor] = []
+
+        def first(moe: MoELayer, *chunk: Tensor) -> Tensor:
+            tokens, probs = run(moe, *chunk)
+            second.append(probs)
+            return tokens
+
+        tokens = self._each_chunk(layer_pass, first, *tensors)
+        return tokens, second[0] if len(second) == 1 else torch.cat(second)
+
+    def _end_moe_call(self, layer_pass: LayerPass, i: int, output: Tensor) -> Tensor:
+        call = layer_pass.moe_calls[i]
+        return output if call is None else call.end((output, None))[0]
+
+    def _replay(self, ctx: NodeContext, hidden: Tensor) -> tuple[LayerPass, Routed]:
+        """Replay the layer's CUDA graphs up to dispatch, as ``submodule_pre_dispatch_forward`` does."""
+        arguments = _layer_arguments(ctx, hidden)
+        self.layer.set_te_cuda_graph_backward_dw_wrapper()
+        layer_pass = LayerPass(layer=private_layer(self.layer), padding_mask=arguments["padding_mask"])
+        if self.moe is not None:
+            moe = private_moe(self.moe)
+            layer_pass.layer = _with_mlp(layer_pass.layer, moe)
+            layer_pass.moes.append(moe)
+            layer_pass.moe_calls.append(None)
+        graph_arguments = {name: arguments[name] for name in _GRAPH_ARGUMENTS}
+        residual, tokens, probs, shared_output = layer_pass.layer._te_cuda_graph_replay(**graph_arguments)
+        if self.moe is not None:
+            seal(moe, self.moe)
+        return layer_pass, Routed(residual, shared_output, tokens, probs)
+
+    def _end(self, ctx: NodeContext, layer_pass: LayerPass, output: Tensor) -> Tensor:
+        """End the layer's call, and on the decoder's last layer apply its final norm and end its call."""
+        if layer_pass.call is not None:
+            output, _ = layer_pass.call.end((output, layer_pass.context))
+        if ctx.is_last_layer and not ctx.is_mtp:
+            output = end_decoder(ctx.chunk_state, output)
+        return output
+
+
+_GRAPH_ARGUMENTS = (
+    "hidden_states",
+    "attention_mask",
+    "rotary_pos_emb",
+    "rotary_pos_cos",
+    "rotary_pos_sin",
+    "packed_seq_params",
+    "sequence_len_offset",
+)
+
+
+def begin_decoder(chunk: Any, hidden: Tensor) -> Tensor:
+    """Begin the decoder's call, for its hooks; done by its first layer, or by pre-process where it has none."""
+    model = getattr(chunk, "model", None)
+    if model is None:
+        return hidden
+    arguments = {
+        "hidden_states": hidden,
+        "attention_mask": chunk.attention_mask,
+        "inference_context": None,
+        "rotary_pos_emb": chunk.rotary_pos_emb,
+        "rotary_pos_cos": chunk.rotary_pos_cos,
+        "rotary_pos_sin": chunk.rotary_pos_sin,
+        "rotary_pos_cos_sin": None,
+        "packed_seq_params": chunk.packed_seq_params,
+        "sequence_len_offset": chunk.sequence_len_offset,
+        "padding_mask": chunk.padding_mask,
+        **(chunk.extra_block_kwargs or {}),
+    }
+    call, arguments = ModuleCall.begin(model.decoder, (), arguments)
+    progress_of(chunk).decoder_call = call
+    return arguments["hidden_states"] if call is not None and model.pre_process else hidden
+
+
+def end_decoder(chunk: Any, hidden: Tensor) -> Tensor:
+    """Apply the decoder's final norm, where this chunk has it, and end the decoder's call."""
+    model = getattr(chunk, "model", None)
+    if model is None:
+        return hidden
+    norm = model.decoder.final_layernorm
+    if norm is not None:
+        hidden = apply_module(norm)(hidden)
+        hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
+    elif not model.pre_process and len(model.decoder.layers) == 0:
+        hidden = hidden.clone()  # else the chunk's output would be its input tensor
+    progress = progress_of(chunk)
+    if progress.decoder_call is not None:
+        hidden = progress.decoder_call.end(hidden)
+        progress.decoder_call = None
+    return hidden
+
+
+def _layer_arguments(ctx: NodeContext, hidden: Tensor) -> dict[str, Any]:
+    """The keyword arguments with which the plain block calls a layer."""
+    chunk: Any = ctx.chunk_state
+    extra = chunk.extra_block_kwargs or {}
+    chain = progress_of(chunk).mtp if ctx.is_mtp else None
+    return {
+        "hidden_states": hidden,
+        "attention_mask": chunk.attention_mask,
+        "context": None,
+        "context_mask": None,
+        "rotary_pos_emb": chunk.rotary_pos_emb,
+        "rotary_pos_cos": chunk.rotary_pos_cos,
+        "rotary_pos_sin": chunk.rotary_pos_sin,
+        "attention_bias": extra.get("attention_bias"),
+        "packed_seq_params": chunk.packed_seq_params,
+        "sequence_len_offset": chunk.sequence_len_offset,
+        "padding_mask": chunk.padding_mask if chain is None else chain.padding_mask,
+    }
+
+
+def _with_mlp(layer: TransformerLayer, moe: MoELayer) -> TransformerLayer:
+    layer.__dict__["_modules"] = {**layer.__dict__["_modules"], "mlp": moe}
+    return layer
+
+
+def _gathers_into_global_buffer(dispatcher: Any) -> bool:
+    """Whether dispatch leaves its tokens in the buffer that all of the process shares."""
+    return isinstance(dispatcher, MoEAllGatherTokenDispatcher) and (dispatcher.tp_size > 1 or dispatcher.ep_size > 1)
+
+
+class _OwnGradient(torch.autograd.Function):
+    """Identity whose gradient is copied: the gather's backward leaves it in the process-global buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor) -> Tensor:
+        return tokens.view_as(tokens)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.clone()
+
+
+def _run_overlapped_shared_experts(moe: MoELayer, tokens: Tensor) -> Tensor:
+    """Run the shared experts that the dispatcher would overlap with its exchange, all in this slot.
+
+    The dispatcher would begin them in one slot and end them in another, through attributes, and their graph would cross
+    the slots. The pieces and their order are the dispatcher's own, so the bits are.
+    """
+    dispatcher = moe.token_dispatcher
+    shared = dispatcher.shared_experts
+    if moe.config.moe_token_dispatcher_type == "flex":
+        shared.pre_forward_comm(tokens, wait_current_stream=True)
+    shared.linear_fc1_forward_and_act()
+    shared.linear_fc2_forward()
+    shared.post_forward_comm()
+    output: Tensor = shared.get_output()
+    dispatcher.shared_experts = None
+    return output.view(dispatcher.hidden_shape)

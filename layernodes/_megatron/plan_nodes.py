@@ -1,0 +1,130 @@
+"""Megatron-Core's schedule-plan nodes with what its own leave out, for use inside its own schedule plan.
+
+``install()`` puts them in the place of ``TransformerLayerNode``, ``PreProcessNode`` and ``PostProcessNode``. They differ in:
+
+- storage is freed on proof (``layernodes.release``), not by slot name;
+- an output without a gradient, or that requires none (a frozen embedding), takes no part in backward;
+- a parameter that several nodes use gets one gradient a microbatch (``SharedParameters``);
+- pre-process ends the decoder's call where the chunk has no decoder layer, and post-process leaves its norm to it.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from megatron.core.models.common.utils import PostProcessNode, PreProcessNode, TransformerLayerNode
+from megatron.core.transformer.module import float16_to_fp32
+from torch import Tensor
+
+from layernodes._megatron.layer import begin_decoder, end_decoder
+from layernodes._megatron.shared_parameters import SharedParameters, Site, StandIns, shared_gradients_of
+from layernodes._megatron.streams import current_device_stream
+from layernodes.release import release
+
+
+class _Backward:
+    """Backward of a Megatron-Core node, over those outputs that take part in it."""
+
+    _stand_ins: StandIns | None = None
+
+    def default_backward_func(self, outputs: tuple[Any, ...], output_grad: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Run autograd from ``outputs``; the gradients of the inputs and parameters accumulate."""
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, output_grad, strict=True)
+            if isinstance(output, Tensor) and output.requires_grad and gradient is not None
+        ]
+        if pairs:
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        if self._stand_ins is not None:
+            self._stand_ins.collect()
+            self._stand_ins = None
+        return output_grad
+
+    def _standing_in(self, chunk_state: Any, sites: tuple[Site, ...]) -> AbstractContextManager[StandIns | None]:
+        if not sites or not torch.is_grad_enabled():
+            return nullcontext()
+        return shared_gradients_of(chunk_state).standing_in(sites)
+
+
+class ProvingLayerNode(_Backward, TransformerLayerNode):
+    """One slot of one layer and microbatch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sites: tuple[Site, ...] = ()
+        if self.is_mtp:
+            shared = SharedParameters.of(self.chunk_state.model)
+            self._sites = shared.mtp_all
+            if self.name == "pre_dispatch_computation":
+                self._sites += shared.mtp_first
+
+    @staticmethod
+    def _resolve_free_input(*_: Any) -> bool:
+        return False  # never by name: see _forward
+
+    def _forward(self, *inputs: Any) -> Any:
+        with self._standing_in(self.chunk_state, self._sites) as self._stand_ins:
+            output = super()._forward(*inputs)
+        frees_input = getattr(self.submodule, "frees_input", None)
+        if frees_input is not None and frees_input():
+            for outer, inner in zip(inputs, self.inputs, strict=True):
+                if outer is not None:
+                    release(outer, inner, current_device_stream(outer))
+        return output
+
+
+class ChunkPreProcessNode(_Backward, PreProcessNode):
+    """The chunk's pre-process."""
+
+    def _forward(self, *inputs: Any) -> Any:
+        sites = SharedParameters.of(self.model).pre_process
+        with self._standing_in(self.chunk_state, sites) as self._stand_ins:
+            return super()._forward(*inputs)
+
+    def forward_impl(self) -> Tensor:
+        """Embed, and set up what the layers read; a chunk without decoder layers ends the decoder here."""
+        hidden: Tensor = super().forward_impl()
+        if len(self.model.decoder.layers) == 0:
+            hidden = begin_decoder(self.chunk_state, hidden)
+            if getattr(self.model, "mtp", None) is None:
+                hidden = end_decoder(self.chunk_state, hidden)
+        return hidden
+
+
+class ChunkPostProcessNode(_Backward, PostProcessNode):
+    """The chunk's post-process: logits or loss."""
+
+    def _forward(self, *inputs: Any) -> Any:
+        sites = SharedParameters.of(self.model).post_process
+        with self._standing_in(self.chunk_state, sites) as self._stand_ins:
+            return super()._forward(*inputs)
+
+    def forward_impl(self, hidden_states: Tensor) -> Tensor:
+        """Run the model's ``_postprocess`` without its MTP block, whose layers are nodes of the plan."""
+        chunk = self.chunk_state
+        loss = self.model._postprocess(
+            hidden_states=hidden_states,
+            input_ids=chunk.input_ids,
+            position_ids=chunk.position_ids,
+            labels=chunk.labels,
+            decoder_input=chunk.decoder_input,
+            rotary_pos_emb=chunk.rotary_pos_emb,
+            rotary_pos_cos=chunk.rotary_pos_cos,
+            rotary_pos_sin=chunk.rotary_pos_sin,
+            mtp_in_postprocess=False,
+            loss_mask=chunk.loss_mask,
+            attention_mask=chunk.attention_mask,
+            padding_mask=chunk.padding_mask,
+            packed_seq_params=chunk.packed_seq_params,
+            sequence_len_offset=chunk.sequence_len_offset,
+            runtime_gather_output=chunk.runtime_gather_output,
+            extra_block_kwargs=chunk.extra_block_kwargs,
+            output_processor=chunk.output_processor,
+            output_processor_context=chunk.output_processor_context,
+        )
+        # Megatron-Core's combined 1F1B expects an fp32 loss.
+        converted: Tensor = float16_to_fp32(loss)
+        return converted

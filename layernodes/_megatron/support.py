@@ -1,0 +1,91 @@
+"""Refuses, before anything runs, what the split path would not do as the plain layer does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
+
+from layernodes.errors import UnsupportedLayerError
+
+# What a decoder call may be given beside its usual arguments (``extra_block_kwargs``) and the split path passes on.
+_EXTRA_BLOCK_KWARGS = frozenset({"attention_bias"})
+
+
+def check_layer(layer: Any) -> None:
+    """Raise UnsupportedLayerError, naming field and value, where ``layer`` is not handled."""
+    if isinstance(layer, MultiTokenPredictionLayer):
+        inner = getattr(layer, "mtp_model_layer", None)
+        if not isinstance(inner, TransformerLayer):
+            raise UnsupportedLayerError(
+                f"a MultiTokenPredictionLayer over {type(inner).__name__} is not handled; its inner layer "
+                f"(mtp_model_layer) must be a TransformerLayer",
+                field="mtp_model_layer",
+                value=type(inner),
+            )
+        _check_override(layer, "forward", MultiTokenPredictionLayer)
+        layer = inner
+    if not isinstance(layer, TransformerLayer):
+        raise UnsupportedLayerError(
+            f"{type(layer).__name__} is no TransformerLayer and no MultiTokenPredictionLayer; pass one of these, or name "
+            f"a node for every slot that the layer uses: LayerPlan.build(layer, nodes={{Slot.MLP: MyNode, ...}})",
+            field="layer",
+            value=type(layer),
+        )
+    _check_override(layer, "forward", TransformerLayer)
+    if not isinstance(layer.cross_attention, IdentityOp):
+        raise UnsupportedLayerError(
+            f"layer {layer.layer_number} has cross-attention ({type(layer.cross_attention).__name__}), which is not "
+            f"handled; use a decoder-only layer spec",
+            field="cross_attention",
+            value=type(layer.cross_attention),
+        )
+    if isinstance(layer.mlp, MoELayer):
+        _check_moe_layer(layer)
+
+
+def check_block_kwargs(extra_block_kwargs: dict[str, Any] | None) -> None:
+    """Raise UnsupportedLayerError for arguments to the decoder that its layers would not be given."""
+    unknown = {name: value for name, value in (extra_block_kwargs or {}).items() if value is not None}
+    for name in sorted(unknown.keys() - _EXTRA_BLOCK_KWARGS):
+        raise UnsupportedLayerError(
+            f"extra_block_kwargs[{name!r}] is not passed on to the layers of a schedule plan; "
+            f"handled are: {', '.join(sorted(_EXTRA_BLOCK_KWARGS))}",
+            field=f"extra_block_kwargs.{name}",
+            value=unknown[name],
+        )
+
+
+def _check_moe_layer(layer: TransformerLayer) -> None:
+    moe, config = layer.mlp, layer.config
+    _check_override(moe, "forward", MoELayer)
+    _check_override(layer, "_forward_mlp", TransformerLayer, MoETransformerLayer)
+    if layer.training and moe.attn_tp_group.size() > 1 and not config.sequence_parallel:
+        raise UnsupportedLayerError(
+            "a MoE layer with tensor parallelism cannot be trained without sequence parallelism, the plain layer refuses "
+            "it too; set sequence_parallel=True",
+            field="sequence_parallel",
+            value=config.sequence_parallel,
+        )
+    if config.moe_latent_size and moe.use_shared_expert and moe.shared_expert_overlap:
+        raise UnsupportedLayerError(
+            "latent MoE cannot overlap its shared experts in training, the plain layer refuses it too; "
+            "set moe_shared_expert_overlap=False",
+            field="moe_shared_expert_overlap",
+            value=config.moe_shared_expert_overlap,
+        )
+
+
+def _check_override(module: Any, method: str, *bases: type) -> None:
+    """A subclass with a method of its own would have it skipped by the split path."""
+    found = getattr(type(module), method)
+    if all(found is not getattr(base, method) for base in bases):
+        raise UnsupportedLayerError(
+            f"{type(module).__name__} overrides {method}(), which the split path does not call: what it adds would be "
+            f"lost; move it into a node of your own, or into a submodule that {bases[0].__name__} calls",
+            field=f"{type(module).__name__}.{method}",
+            value=found,
+        )

@@ -1,0 +1,155 @@
+"""The drop-in: Megatron-Core's four builder functions over our nodes, and ``install()``, which puts them in their place."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, final
+
+from layernodes._megatron.layer_kinds import kind_of, moe_metadata
+from layernodes._megatron.patches import Builders, Patch, is_patched, schedule_plan_patches
+from layernodes.errors import NodeStateError, UnsupportedLayerError
+from layernodes.plan.layer_plan import ForwardFuncs, LayerPlan
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+    from torch.nn import Module
+
+
+def build_transformer_layer_callables(layer: TransformerLayer) -> tuple[ForwardFuncs, dict[str, Any]]:
+    """The five callables and the weight-gradient hooks of a ``TransformerLayer``.
+
+    Same name, parameter and result as in ``megatron.core.models.gpt.fine_grained_callables``.
+
+    Raises:
+        UnsupportedLayerError: a layer or configuration that is not handled.
+    """
+    _require(layer, is_mtp=False)
+    return LayerPlan.build(layer).callables()
+
+
+def build_mtp_layer_callables(layer: MultiTokenPredictionLayer) -> tuple[ForwardFuncs, dict[str, Any]]:
+    """The five callables and the weight-gradient hooks of a ``MultiTokenPredictionLayer``.
+
+    Same name, parameter and result as in ``megatron.core.models.common.fine_grained_callables``; the inner layer may be
+    dense.
+
+    Raises:
+        UnsupportedLayerError: a layer or configuration that is not handled.
+    """
+    _require(layer, is_mtp=True)
+    return LayerPlan.build(layer).callables()
+
+
+def build_layer_callables(layer: Module) -> tuple[ForwardFuncs, dict[str, Any]]:
+    """The five callables and the weight-gradient hooks of either kind of layer, fresh for one microbatch.
+
+    Same name, parameter and result as in ``megatron.core.models.common.fine_grained_callables``.
+
+    Raises:
+        UnsupportedLayerError: a layer or configuration that is not handled.
+    """
+    return LayerPlan.build(layer).callables()
+
+
+def get_layer_moe_metadata(layer: Module) -> tuple[bool, int | None]:
+    """``(is_moe, num_local_experts)`` of a layer; the second is None for a dense one.
+
+    Same name, parameter and result as in ``megatron.core.models.common.fine_grained_callables``.
+    """
+    return moe_metadata(layer)
+
+
+@final
+class Installation:
+    """Puts our nodes under Megatron-Core's own schedule plan while active; ``install()`` makes one.
+
+    A layer's plan is built once and reused by every microbatch of the installation.
+    """
+
+    def __init__(self) -> None:
+        self._plans: dict[Module, LayerPlan] = {}
+        self._saved: list[Patch] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether it is in place now."""
+        return bool(self._saved)
+
+    def start(self) -> Self:
+        """Put our nodes in place.
+
+        Raises:
+            NodeStateError: an installation is in place already.
+        """
+        if is_patched():
+            raise NodeStateError(
+                "layernodes is installed in Megatron-Core already; leave the other install() first, one serves all models"
+            )
+        builders = Builders(
+            build_transformer_layer_callables=self._build,
+            build_mtp_layer_callables=self._build,
+            build_layer_callables=self._build,
+            get_layer_moe_metadata=get_layer_moe_metadata,
+        )
+        for patch in schedule_plan_patches(builders):
+            self._saved.append(Patch(patch.owner, patch.name, patch.owner.__dict__[patch.name]))
+            setattr(patch.owner, patch.name, patch.value)
+        return self
+
+    def stop(self) -> None:
+        """Give Megatron-Core its own names back; does nothing where not started."""
+        while self._saved:
+            owner, name, value = self._saved.pop()
+            setattr(owner, name, value)
+        self._plans.clear()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _build(self, layer: Module) -> tuple[ForwardFuncs, dict[str, Any]]:
+        plan = self._plans.get(layer)
+        if plan is None:
+            plan = self._plans[layer] = LayerPlan.build(layer)
+        return plan.callables()
+
+
+def install() -> Installation:
+    """Run Megatron-Core's own schedule plan on our nodes.
+
+    ``GPTModel.build_schedule_plan``, ``TransformerLayerSchedulePlan.run``, ``TransformerModelChunkSchedulePlan.run`` and the
+    combined-1F1B training functions then use them. Use it as a context manager, or with ``start()`` and ``stop()``; leaving
+    it restores everything.
+
+    Example::
+
+        with layernodes.install():
+            plan = model.build_schedule_plan(tokens, positions, mask, labels=labels)
+            loss = type(plan).run(plan, None)
+    """
+    return Installation()
+
+
+def _require(layer: Any, *, is_mtp: bool) -> None:
+    if kind_of(layer, has_nodes=False).is_mtp is not is_mtp:
+        wanted = "MultiTokenPredictionLayer" if is_mtp else "TransformerLayer"
+        raise UnsupportedLayerError(
+            f"expected a {wanted}, found {type(layer).__name__}; build_layer_callables takes both",
+            field="layer",
+            value=type(layer),
+        )
+
+
+__all__ = [
+    "Installation",
+    "build_layer_callables",
+    "build_mtp_layer_callables",
+    "build_transformer_layer_callables",
+    "get_layer_moe_metadata",
+    "install",
+]

@@ -1,0 +1,121 @@
+"""The combine slot: the experts' output travels back to the ranks of its tokens."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from layernodes._megatron.freeing import combine_uses_input
+from layernodes._megatron.layer import LayerPass
+from layernodes._megatron.wgrad import latent_hook
+from layernodes.nodes.base import WgradHook
+from layernodes.nodes.layer_node import LayerNode
+from layernodes.slots import Slot, StreamType
+from layernodes.state import HandoffMap, NodeContext
+
+
+class CombineNode(LayerNode):
+    """The combine all-to-all, un-permute, latent projection back, shared experts' add, bias-dropout-add residual.
+
+    ======= =====================================================================================================
+    slot    ``moe_combine``
+    stream  communication
+    input   the experts' output ``[received tokens, h]``
+    output  the layer's output ``[s, b, h]``, final norm included on the decoder's last layer
+    reads   ``pass_to_combine``, ``residual``, ``shared_expert_output``
+    frees   its input: an exchange does not save it
+    wgrad   ``fc2_latent_proj``
+    ======= =====================================================================================================
+
+    Mirrors ``MoELayer.combine`` and ``postprocess``, and ``TransformerLayer._forward_post_mlp``. The exchange comes first,
+    so that it starts at once and the rest does not compete with another microbatch's computation meanwhile.
+    """
+
+    slot = Slot.MOE_COMBINE
+    stream = StreamType.COMM
+    reads = {"pass_to_combine": LayerPass, "residual": Tensor, "shared_expert_output": Tensor | None}
+
+    def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        (output,) = inputs
+        layer_pass = self.take(ctx, "pass_to_combine")
+        assert isinstance(layer_pass, LayerPass)
+        with self._parts.rng():
+            output = self._parts.combine(layer_pass, output)
+        return _finish(self, ctx, layer_pass, output)
+
+    def wgrad_hook(self) -> WgradHook | None:
+        return latent_hook(self._parts)
+
+    def frees_input(self) -> bool:
+        return True
+
+    def keeps_input(self) -> bool:
+        return type(self) is not CombineNode or combine_uses_input(self._parts)
+
+
+class CombineExchangeNode(CombineNode):
+    """The combine all-to-all alone, for plans with ``split_combine=True``; ``PostCombineNode`` does the rest.
+
+    ======= =====================================================================================================
+    slot    ``moe_combine``
+    stream  communication
+    input   the experts' output ``[received tokens, h]``
+    output  the combined tokens, still permuted
+    reads   ``pass_to_combine``
+    writes  ``pass_to_post_combine``
+    frees   its input
+    wgrad   nothing
+    ======= =====================================================================================================
+    """
+
+    reads = {"pass_to_combine": LayerPass}
+    writes: ClassVar[HandoffMap] = {"pass_to_post_combine": LayerPass}
+
+    def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        (output,) = inputs
+        layer_pass = self.take(ctx, "pass_to_combine")
+        assert isinstance(layer_pass, LayerPass)
+        with self._parts.rng():
+            output = self._parts.combine(layer_pass, output)
+        self.put(ctx, "pass_to_post_combine", layer_pass)
+        return output
+
+    def wgrad_hook(self) -> WgradHook | None:
+        return None
+
+
+class PostCombineNode(LayerNode):
+    """Everything after the combine all-to-all, on the compute stream, for plans with ``split_combine=True``.
+
+    ======= =====================================================================================================
+    slot    ``post_combine``
+    stream  compute
+    input   the combined tokens, still permuted
+    output  the layer's output ``[s, b, h]``, final norm included on the decoder's last layer
+    reads   ``pass_to_post_combine``, ``residual``, ``shared_expert_output``
+    frees   nothing
+    wgrad   ``fc2_latent_proj``
+    ======= =====================================================================================================
+    """
+
+    slot = Slot.POST_COMBINE
+    stream = StreamType.COMPUTE
+    reads = {"pass_to_post_combine": LayerPass, "residual": Tensor, "shared_expert_output": Tensor | None}
+
+    def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        (output,) = inputs
+        layer_pass = self.take(ctx, "pass_to_post_combine")
+        assert isinstance(layer_pass, LayerPass)
+        return _finish(self, ctx, layer_pass, output)
+
+    def wgrad_hook(self) -> WgradHook | None:
+        return latent_hook(self._parts)
+
+
+def _finish(node: CombineNode | PostCombineNode, ctx: NodeContext, layer_pass: LayerPass, output: Tensor) -> Tensor:
+    residual = node.take(ctx, "residual")
+    shared_expert_output = node.take(ctx, "shared_expert_output")
+    assert isinstance(residual, Tensor)
+    assert isinstance(shared_expert_output, Tensor | None)
+    return node._parts.finish(ctx, layer_pass, output, residual, shared_expert_output)

@@ -1,0 +1,114 @@
+"""Checks that a node's graph ends at its inputs, the handoffs it took, and parameters.
+
+A tensor that reaches a node by an undeclared way and requires grad would lose its gradient, or send it through another
+node's graph, depending on who frees what first. So on the first forward of a node that records a graph:
+
+    walk from the outputs and from the tensors handed on, along the graph's edges
+    a function made before this forward began      -> reached through an undeclared tensor
+    a leaf that is an input or handoff of another
+    slot of this layer and microbatch              -> reached through an undeclared tensor
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from layernodes.errors import NodeStateError
+from layernodes.state import NodeContext
+
+if TYPE_CHECKING:
+    from layernodes.nodes.base import ScheduleNode
+
+_LEAVES: Final = "layernodes_leaves"
+
+
+@final
+class EdgeAudit:
+    """Audits one node's first forward that records a graph; idle ever after."""
+
+    __slots__ = ("_allowed", "_done", "_leaves", "_roots", "_slot")
+
+    def __init__(self) -> None:
+        self._done = False
+        self._reset({}, "")
+
+    def is_due(self) -> bool:
+        """Whether the next forward is to be audited."""
+        return not self._done and torch.is_grad_enabled()
+
+    def run(self, node: ScheduleNode, ctx: NodeContext, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        """Run the node's forward and check its edges; NodeStateError names what was reached and how to declare it."""
+        leaves: dict[int, tuple[Tensor, str]] = ctx.layer_state.__dict__.setdefault(_LEAVES, {})
+        slot = str(node.slot) if isinstance(node.slot, str) else node.slot.name
+        self._reset(leaves, slot)
+        for i, tensor in enumerate(inputs):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                self._allow(tensor)
+                leaves[id(tensor)] = (tensor, f"input {i} of {slot}")
+        start = torch._C._autograd._get_sequence_nr()
+        try:
+            outputs = node.forward(ctx, *inputs)
+            flat = outputs if isinstance(outputs, tuple) else (outputs,)
+            self._roots.extend((t, f"output {i}") for i, t in enumerate(flat) if isinstance(t, Tensor))
+            found = self._find_foreign(start)
+        finally:
+            self._reset({}, slot)
+        self._done = True
+        if found:
+            reached, root = found
+            raise NodeStateError(
+                f"{type(node).__name__}.forward used a tensor that requires grad and is neither an input nor a handoff "
+                f"it took: {root} depends on {reached}; its gradient would be lost. Let the slot that makes the tensor "
+                f"declare it in 'writes' and put it, and this one declare it in 'reads' and take it"
+            )
+        return outputs
+
+    def wrote(self, name: str, original: Tensor, detached: Tensor) -> None:
+        """Note a differentiable handoff written during the audited forward."""
+        if self._leaves is not None and not self._done:
+            self._roots.append((original, f"handoff {name!r}"))
+            self._leaves[id(detached)] = (detached, f"handoff {name!r} written by {self._slot}")
+
+    def took(self, value: object) -> None:
+        """Note a handoff taken during the audited forward."""
+        if not self._done and isinstance(value, Tensor):
+            self._allow(value)
+
+    def _reset(self, leaves: dict[int, tuple[Tensor, str]], slot: str) -> None:
+        self._leaves = leaves
+        self._slot = slot
+        self._allowed: dict[int, Tensor] = {}
+        self._roots: list[tuple[Tensor, str]] = []
+
+    def _allow(self, tensor: Tensor) -> None:
+        self._allowed[id(tensor)] = tensor
+
+    def _find_foreign(self, start: int) -> tuple[str, str] | None:
+        seen: set[Node] = set()
+        for tensor, root in self._roots:
+            if tensor.grad_fn is None:
+                if self._is_foreign_leaf(tensor):
+                    return self._leaves[id(tensor)][1], root
+                continue
+            pending: list[Node] = [tensor.grad_fn]
+            while pending:
+                function = pending.pop()
+                if function in seen:
+                    continue
+                seen.add(function)
+                leaf = getattr(function, "variable", None)
+                if leaf is not None:
+                    if self._is_foreign_leaf(leaf):
+                        return self._leaves[id(leaf)][1], root
+                    continue
+                if function._sequence_nr() < start:
+                    return f"{function.name()}, which was recorded before this slot began", root
+                pending.extend(edge for edge, _ in function.next_functions if edge is not None)
+        return None
+
+    def _is_foreign_leaf(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._leaves and id(tensor) not in self._allowed

@@ -1,0 +1,33 @@
+"""What the five nodes over a Megatron-Core layer share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from layernodes._megatron.freeing import reasons_to_copy
+from layernodes._megatron.layer import LayerParts
+from layernodes._megatron.support import check_layer
+from layernodes.nodes.base import ScheduleNode
+from layernodes.slots import Slot
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+
+class LayerNode(ScheduleNode):
+    """A node over a ``TransformerLayer``, or over a ``MultiTokenPredictionLayer`` whose inner layer is one.
+
+    Args:
+        layer: the layer to run; it is not changed.
+
+    Raises:
+        UnsupportedLayerError: a layer class or configuration that is not handled.
+    """
+
+    def __init__(self, layer: TransformerLayer | MultiTokenPredictionLayer) -> None:
+        check_layer(layer)
+        self._parts = LayerParts(layer)
+
+    def copies(self) -> tuple[str, ...]:
+        return reasons_to_copy(self._parts, Slot(str(self.slot)), self.keeps_input())

@@ -1,0 +1,57 @@
+"""The slot after a multi-token-prediction layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from layernodes._megatron.calls import ModuleCall
+from layernodes._megatron.mtp import leave
+from layernodes.errors import UnsupportedLayerError
+from layernodes.nodes.layer_node import LayerNode
+from layernodes.slots import Slot, StreamType
+from layernodes.state import NodeContext
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+
+
+class MTPPostNode(LayerNode):
+    """The MTP layer's own norm; appends its output to the depths before. Absent outside MTP.
+
+    ======= =====================================================================================================
+    slot    ``mtp_post_process``
+    stream  compute
+    input   the inner layer's output ``[s, b, h]``
+    output  the hidden states of all depths so far, ``[(1 + depth) * s, b, h]``
+    reads   ``mtp_depths``, ``mtp_call``
+    frees   nothing
+    wgrad   nothing
+    ======= =====================================================================================================
+
+    Mirrors ``MultiTokenPredictionLayer._postprocess`` and the end of ``MultiTokenPredictionBlock.forward``.
+    """
+
+    slot = Slot.MTP_POST_PROCESS
+    stream = StreamType.COMPUTE
+    reads = {"mtp_depths": Tensor, "mtp_call": ModuleCall | None}
+
+    def __init__(self, layer: MultiTokenPredictionLayer) -> None:
+        super().__init__(layer)
+        if self._parts.mtp is None:
+            raise UnsupportedLayerError(
+                f"MTPPostNode needs a MultiTokenPredictionLayer, found {type(layer).__name__}; "
+                f"leave Slot.MTP_POST_PROCESS out for other layers",
+                field="layer",
+                value=type(layer),
+            )
+
+    def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        (hidden,) = inputs
+        depths = self.take(ctx, "mtp_depths")
+        call = self.take(ctx, "mtp_call")
+        assert isinstance(depths, Tensor)
+        assert isinstance(call, ModuleCall | None)
+        assert self._parts.mtp is not None
+        return leave(ctx, self._parts.mtp, call, hidden, depths)

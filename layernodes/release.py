@@ -1,0 +1,64 @@
+"""Freeing a tensor's storage early, on proof that nobody else uses it.
+
+Contract: ``release(outer, inner)`` empties the storage that a slot's input shares with the output it came from, and only
+when every holder of that storage is known:
+
+    the storage      is held by ``outer``, ``inner`` and the handle through which we look: 3
+    ``outer``        is held by its Python object only: 1 (2: the producer's autograd saved it)
+    ``inner``        is held by its Python object, and by its accumulation node where it requires grad: 1 or 2
+
+Anything else - a view, a saved input or output, a buffer that is global to the process - shows up as one more holder,
+and then the storage is kept. Which names a node has, or which dispatcher a layer has, plays no part.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+_LOOKING = 1  # the handle through which a storage's holders are counted
+
+
+def num_storage_holders(tensor: Tensor) -> int:
+    """How many tensors (saved ones included) hold the storage of ``tensor``."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - _LOOKING
+
+
+def num_tensor_holders(tensor: Tensor) -> int:
+    """How many owners (its Python object, autograd's saved variables, an accumulation node) hold this very tensor."""
+    return int(tensor._use_count())
+
+
+def is_sole_holder(tensor: Tensor) -> bool:
+    """Whether nothing but the caller's reference keeps ``tensor`` or its storage."""
+    return num_storage_holders(tensor) == 1 and num_tensor_holders(tensor) == 1
+
+
+def may_release(outer: Tensor, inner: Tensor) -> bool:
+    """Whether the storage shared by ``outer`` (an output) and ``inner`` (its detached copy) has no other user.
+
+    Call it after the forward that consumed ``inner``, while both are alive.
+    """
+    # Asking for the edge makes the accumulation node where there is none yet, so that the count below is the same
+    # whether or not the slot used its input.
+    accumulation = get_gradient_edge(inner) if inner.requires_grad and inner.is_leaf else None
+    known = 1 if accumulation is None else 2
+    return num_storage_holders(outer) == 2 and num_tensor_holders(outer) == 1 and num_tensor_holders(inner) == known
+
+
+def release(outer: Tensor, inner: Tensor, stream: torch.Stream | None = None) -> bool:
+    """Empty the storage that ``outer`` and ``inner`` share where that is proved safe; tell whether it was.
+
+    Args:
+        outer: the producer's output.
+        inner: the consumer's detached input; shares the storage of ``outer``.
+        stream: the accelerator stream that may still be reading it; None on a CPU.
+    """
+    if outer.data_ptr() != inner.data_ptr() or not may_release(outer, inner):
+        return False
+    if stream is not None:
+        outer.record_stream(stream)
+    outer.untyped_storage().resize_(0)
+    return True

@@ -1,0 +1,113 @@
+"""What one microbatch carries from slot to slot of a layer: named, typed, written once, taken once.
+
+Megatron-Core shares an empty object per layer and microbatch (``LayerState``) on which any slot may set and read any
+attribute. Here the same object carries one ``Handoffs``, and nothing else of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import UnionType
+from typing import Protocol, final, runtime_checkable
+
+from torch import Tensor
+
+from layernodes.errors import NodeStateError
+
+HandoffType = type | UnionType
+"""What a handoff may be declared as: a class, or a union such as ``Tensor | None``."""
+
+_HANDOFFS = "layernodes_handoffs"
+
+
+@runtime_checkable
+class NodeContext(Protocol):
+    """What a node is given of the microbatch it works on.
+
+    Megatron-Core's ``TransformerLayerNode`` satisfies it, so one node object serves Megatron's scheduler and ours.
+
+    Attributes:
+        layer_state: an object private to this layer and microbatch; it carries the handoffs.
+        chunk_state: an object private to this chunk and microbatch, with the inputs of ``model.forward`` as attributes.
+        is_first_layer: whether the layer is the first of its block (decoder or MTP) in this chunk.
+        is_last_layer: whether it is the last.
+        is_mtp: whether it is a multi-token-prediction layer.
+    """
+
+    layer_state: object
+    chunk_state: object
+    is_first_layer: bool
+    is_last_layer: bool
+    is_mtp: bool
+
+    def detach(self, t: Tensor) -> Tensor:
+        """Cut ``t`` from the graph and remember the pair, so that backward hands the cut tensor's gradient to ``t``."""
+        ...
+
+
+@final
+class Handoffs:
+    """The handoffs of one layer and microbatch: each is written once and taken once."""
+
+    __slots__ = ("_spent", "_values")
+
+    def __init__(self) -> None:
+        self._values: dict[str, object] = {}
+        self._spent: set[str] = set()
+
+    def write(self, name: str, value: object) -> None:
+        """Leave ``value`` under ``name``; NodeStateError if that name has been written before."""
+        if name in self._values or name in self._spent:
+            raise NodeStateError(
+                f"handoff {name!r} is written a second time for this layer and microbatch; each is written once: "
+                f"give the second one a name of its own, or take the first one before running the layer again"
+            )
+        self._values[name] = value
+
+    def take(self, name: str) -> object:
+        """Return and forget what was left under ``name``; NodeStateError if it is not there."""
+        try:
+            value = self._values.pop(name)
+        except KeyError:
+            state = (
+                "has already been taken; each is taken once"
+                if name in self._spent
+                else "has not been written yet; run the slot that writes it first"
+            )
+            raise NodeStateError(
+                f"handoff {name!r} {state} (waiting to be taken: {sorted(self._values) or 'nothing'})"
+            ) from None
+        self._spent.add(name)
+        return value
+
+    def pending(self) -> tuple[str, ...]:
+        """Names written and not yet taken."""
+        return tuple(self._values)
+
+    def was_written(self, name: str) -> bool:
+        """Whether ``name`` was ever written, taken since or not."""
+        return name in self._values or name in self._spent
+
+
+def handoffs_of(state: object) -> Handoffs:
+    """The handoffs that ``state`` carries, made on first use."""
+    try:
+        handoffs: Handoffs = state.__dict__[_HANDOFFS]
+    except KeyError:
+        handoffs = Handoffs()
+        setattr(state, _HANDOFFS, handoffs)
+    return handoffs
+
+
+def fits(value: object, declared: HandoffType) -> bool:
+    """Whether ``value`` is what was declared; a ``Tensor | None`` declaration admits None."""
+    return isinstance(value, declared)
+
+
+def spelling(declared: HandoffType) -> str:
+    """How a declared type is written in messages and descriptions."""
+    return declared.__name__ if isinstance(declared, type) else str(declared)
+
+
+HandoffMap = Mapping[str, HandoffType]
+"""Declared handoffs: name to type."""
