@@ -1,4 +1,5 @@
-"""The drop-in: Megatron-Core's four builder functions over our nodes, and ``install()``, which puts them in their place."""
+"""The drop-in: Megatron-Core's four builder functions over our nodes, and ``install()``, which puts them in their
+place."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ class Installation:
         """
         if is_patched():
             raise NodeStateError(
-                "layernodes is installed in Megatron-Core already; leave the other install() first, one serves all models"
+                "layernodes is installed in Megatron-Core already; leave the other install() first, one serves "
+                "all models"
             )
         builders = Builders(
             build_transformer_layer_callables=self._build,
@@ -122,8 +124,10 @@ class Installation:
 def install() -> Installation:
     """Run Megatron-Core's own schedule plan on our nodes.
 
-    ``GPTModel.build_schedule_plan``, ``TransformerLayerSchedulePlan.run``, ``TransformerModelChunkSchedulePlan.run`` and the
-    combined-1F1B training functions then use them. Use it as a context manager, or with ``start()`` and ``stop()``; leaving
+    ``GPTModel.build_schedule_plan``, ``TransformerLayerSchedulePlan.run``, ``TransformerModelChunkSchedulePlan.run``
+    and the
+    combined-1F1B training functions then use them. Use it as a context manager, or with ``start()`` and ``stop()``;
+    leaving
     it restores everything.
 
     Example::

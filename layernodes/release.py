@@ -1,7 +1,7 @@
 """Freeing a tensor's storage early, on proof that nobody else uses it.
 
-Contract: ``release(outer, inner)`` empties the storage that a slot's input shares with the output it came from, and only
-when every holder of that storage is known:
+Contract: ``release(outer, inner)`` empties the storage that a slot's input shares with the output it came from, and
+only when every holder of that storage is known:
 
     the storage      is held by ``outer``, ``inner`` and the handle through which we look: 3
     ``outer``        is held by its Python object only: 1 (2: the producer's autograd saved it)
@@ -28,7 +28,7 @@ def num_storage_holders(tensor: Tensor) -> int:
 
 def num_tensor_holders(tensor: Tensor) -> int:
     """How many owners (its Python object, autograd's saved variables, an accumulation node) hold this very tensor."""
-    return int(tensor._use_count())
+    return int(tensor._use_count())  # type: ignore[attr-defined]
 
 
 def is_sole_holder(tensor: Tensor) -> bool:

@@ -35,7 +35,7 @@ class ModuleCall:
 
     def __init__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._module = module
-        self._backward: BackwardHook | None = None
+        self._backward: Any = None  # a BackwardHook
         for hook_id, hook in (*nn_module._global_forward_pre_hooks.items(), *module._forward_pre_hooks.items()):
             if hook_id in module._forward_pre_hooks_with_kwargs:
                 result = hook(module, args, kwargs)

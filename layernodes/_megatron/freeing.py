@@ -28,7 +28,8 @@ def experts_use_input(parts: LayerParts) -> bool:
 
 
 def combine_uses_input(parts: LayerParts) -> bool:
-    """Whether what follows combine works on the experts' output itself: nothing is exchanged and nothing un-permuted."""
+    """Whether what follows combine works on the experts' output itself: nothing is exchanged and nothing
+    un-permuted."""
     return parts.config.moe_token_dispatcher_type == "allgather" and is_local_exchange(parts)
 
 

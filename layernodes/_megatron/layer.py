@@ -94,7 +94,8 @@ class LayerParts:
     def rng(self) -> AbstractContextManager[Any]:
         """The model-parallel RNG fork under which ``TransformerBlock`` runs its layers with sequence parallelism."""
         if self.config.sequence_parallel:
-            return tensor_parallel.get_cuda_rng_tracker().fork()
+            fork: AbstractContextManager[Any] = tensor_parallel.get_cuda_rng_tracker().fork()
+            return fork
         return nullcontext()
 
     def attend(self, ctx: NodeContext, hidden: Tensor) -> tuple[LayerPass, Tensor]:
@@ -182,10 +183,10 @@ class LayerParts:
         if len(moes) == 1:
             output = self._end_moe_call(layer_pass, 0, moes[0].postprocess(output, shared_expert_output))
         else:
-            chunks = output.split(layer_pass.sizes)
+            chunks = torch.split(output, layer_pass.sizes)
             parts = [moe.postprocess(chunk, None) for moe, chunk in zip(moes, chunks, strict=True)]
             if shared_expert_output is not None:
-                shared_chunks = shared_expert_output.split([part.shape[0] for part in parts])
+                shared_chunks = torch.split(shared_expert_output, [part.shape[0] for part in parts])
                 parts = [part + shared for part, shared in zip(parts, shared_chunks, strict=True)]
             output = torch.cat([self._end_moe_call(layer_pass, i, part) for i, part in enumerate(parts)])
         layer = layer_pass.layer
@@ -246,12 +247,13 @@ class LayerParts:
         assert self.moe is not None
         if self.config.moe_token_dispatcher_type == "flex":
             moe.token_dispatcher._comm_manager.dispatched_probs = probs
-        output, _ = moe.routed_experts_compute(tokens, probs)
+        output: Tensor = moe.routed_experts_compute(tokens, probs)[0]
         seal(moe, self.moe)
         return output
 
     def _combine_chunk(self, moe: MoELayer, output: Tensor) -> Tensor:
-        return moe.combine(output)
+        combined: Tensor = moe.combine(output)
+        return combined
 
     def _each_chunk(self, layer_pass: LayerPass, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """Run one slot on each chunk's private MoE layer; the chunks' rows follow one another."""
@@ -260,7 +262,7 @@ class LayerParts:
             adopt(moe, stream)
         if len(layer_pass.moes) == 1:
             return run(layer_pass.moes[0], *tensors)
-        chunks = zip(*(t.split(layer_pass.sizes) for t in tensors), strict=True)
+        chunks = zip(*(torch.split(t, layer_pass.sizes) for t in tensors), strict=True)
         outputs = [run(moe, *chunk) for moe, chunk in zip(layer_pass.moes, chunks, strict=True)]
         layer_pass.sizes = [output.shape[0] for output in outputs]
         return torch.cat(outputs)
@@ -397,7 +399,7 @@ class _OwnGradient(torch.autograd.Function):
         return tokens.view_as(tokens)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.clone()
 
 

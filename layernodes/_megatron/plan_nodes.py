@@ -1,6 +1,7 @@
 """Megatron-Core's schedule-plan nodes with what its own leave out, for use inside its own schedule plan.
 
-``install()`` puts them in the place of ``TransformerLayerNode``, ``PreProcessNode`` and ``PostProcessNode``. They differ in:
+``install()`` puts them in the place of ``TransformerLayerNode``, ``PreProcessNode`` and ``PostProcessNode``. They
+differ in:
 
 - storage is freed on proof (``layernodes.release``), not by slot name;
 - an output without a gradient, or that requires none (a frozen embedding), takes no part in backward;
@@ -49,7 +50,7 @@ class _Backward:
         return shared_gradients_of(chunk_state).standing_in(sites)
 
 
-class ProvingLayerNode(_Backward, TransformerLayerNode):
+class ProvingLayerNode(_Backward, TransformerLayerNode):  # type: ignore[misc]
     """One slot of one layer and microbatch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -76,7 +77,7 @@ class ProvingLayerNode(_Backward, TransformerLayerNode):
         return output
 
 
-class ChunkPreProcessNode(_Backward, PreProcessNode):
+class ChunkPreProcessNode(_Backward, PreProcessNode):  # type: ignore[misc]
     """The chunk's pre-process."""
 
     def _forward(self, *inputs: Any) -> Any:
@@ -94,7 +95,7 @@ class ChunkPreProcessNode(_Backward, PreProcessNode):
         return hidden
 
 
-class ChunkPostProcessNode(_Backward, PostProcessNode):
+class ChunkPostProcessNode(_Backward, PostProcessNode):  # type: ignore[misc]
     """The chunk's post-process: logits or loss."""
 
     def _forward(self, *inputs: Any) -> Any:

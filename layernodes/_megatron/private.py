@@ -66,7 +66,8 @@ def private_dispatcher(dispatcher: MoETokenDispatcher, shared_experts: Any) -> M
 
 
 def seal(moe: MoELayer, shared: MoELayer) -> None:
-    """Cut the tensors that a slot left on the private dispatcher from that slot's graph, before another slot reads them.
+    """Cut the tensors that a slot left on the private dispatcher from that slot's graph, before another slot reads
+    them.
 
     The dispatcher keeps, for their dtype or until they are replaced, tensors that require grad (``probs``,
     ``local_probs``, ``token_probs``, ...); they would carry one slot's graph into another.

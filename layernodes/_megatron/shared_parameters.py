@@ -8,7 +8,8 @@ sum to ``.grad`` once: g + ((a + b) + c). Nodes whose backwards run one by one w
     backward of a node   the stand-in's gradient is added to the sum of its parameter
     last of them         the sum is delivered to the parameter, through autograd, so that its hooks fire once
 
-Only parameters that more than one node uses have stand-ins: the embedding under MTP, tied embeddings, a repeated MTP layer.
+Only parameters that more than one node uses have stand-ins: the embedding under MTP, tied embeddings, a repeated MTP
+layer.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ def check_layer(layer: Any) -> None:
         layer = inner
     if not isinstance(layer, TransformerLayer):
         raise UnsupportedLayerError(
-            f"{type(layer).__name__} is no TransformerLayer and no MultiTokenPredictionLayer; pass one of these, or name "
+            f"{type(layer).__name__} is no TransformerLayer and no MultiTokenPredictionLayer; pass one of "
+            f"these, or name "
             f"a node for every slot that the layer uses: LayerPlan.build(layer, nodes={{Slot.MLP: MyNode, ...}})",
             field="layer",
             value=type(layer),
@@ -65,7 +66,8 @@ def _check_moe_layer(layer: TransformerLayer) -> None:
     _check_override(layer, "_forward_mlp", TransformerLayer, MoETransformerLayer)
     if layer.training and moe.attn_tp_group.size() > 1 and not config.sequence_parallel:
         raise UnsupportedLayerError(
-            "a MoE layer with tensor parallelism cannot be trained without sequence parallelism, the plain layer refuses "
+            "a MoE layer with tensor parallelism cannot be trained without sequence parallelism, the plain "
+            "layer refuses "
             "it too; set sequence_parallel=True",
             field="sequence_parallel",
             value=config.sequence_parallel,

@@ -86,7 +86,8 @@ class ScheduleNode(ABC):
         """
 
     def wgrad_hook(self) -> WgradHook | None:
-        """A fresh hook that computes this node's deferred weight gradients for one microbatch; None: nothing to defer."""
+        """A fresh hook that computes this node's deferred weight gradients for one microbatch; None: nothing to
+        defer."""
         return None
 
     def frees_input(self) -> bool:
@@ -102,7 +103,8 @@ class ScheduleNode(ABC):
         return True
 
     def copies(self) -> tuple[str, ...]:
-        """Why this node works on or hands on copies under a caller that frees inputs without proof; for descriptions."""
+        """Why this node works on or hands on copies under a caller that frees inputs without proof; for
+        descriptions."""
         return ("input: freed by slot name while this node or autograd may still use it",) if self.keeps_input() else ()
 
     @final

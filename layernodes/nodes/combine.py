@@ -28,13 +28,18 @@ class CombineNode(LayerNode):
     wgrad   ``fc2_latent_proj``
     ======= =====================================================================================================
 
-    Mirrors ``MoELayer.combine`` and ``postprocess``, and ``TransformerLayer._forward_post_mlp``. The exchange comes first,
+    Mirrors ``MoELayer.combine`` and ``postprocess``, and ``TransformerLayer._forward_post_mlp``. The exchange comes
+    first,
     so that it starts at once and the rest does not compete with another microbatch's computation meanwhile.
     """
 
     slot = Slot.MOE_COMBINE
     stream = StreamType.COMM
-    reads = {"pass_to_combine": LayerPass, "residual": Tensor, "shared_expert_output": Tensor | None}
+    reads: ClassVar[HandoffMap] = {
+        "pass_to_combine": LayerPass,
+        "residual": Tensor,
+        "shared_expert_output": Tensor | None,
+    }
 
     def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         (output,) = inputs
@@ -69,7 +74,7 @@ class CombineExchangeNode(CombineNode):
     ======= =====================================================================================================
     """
 
-    reads = {"pass_to_combine": LayerPass}
+    reads: ClassVar[HandoffMap] = {"pass_to_combine": LayerPass}
     writes: ClassVar[HandoffMap] = {"pass_to_post_combine": LayerPass}
 
     def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -101,7 +106,11 @@ class PostCombineNode(LayerNode):
 
     slot = Slot.POST_COMBINE
     stream = StreamType.COMPUTE
-    reads = {"pass_to_post_combine": LayerPass, "residual": Tensor, "shared_expert_output": Tensor | None}
+    reads: ClassVar[HandoffMap] = {
+        "pass_to_post_combine": LayerPass,
+        "residual": Tensor,
+        "shared_expert_output": Tensor | None,
+    }
 
     def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         (output,) = inputs
@@ -118,4 +127,5 @@ def _finish(node: CombineNode | PostCombineNode, ctx: NodeContext, layer_pass: L
     shared_expert_output = node.take(ctx, "shared_expert_output")
     assert isinstance(residual, Tensor)
     assert isinstance(shared_expert_output, Tensor | None)
-    return node._parts.finish(ctx, layer_pass, output, residual, shared_expert_output)
+    with node._parts.rng():
+        return node._parts.finish(ctx, layer_pass, output, residual, shared_expert_output)

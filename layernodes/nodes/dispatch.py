@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from layernodes._megatron.layer import LayerPass
 from layernodes.nodes.layer_node import LayerNode
 from layernodes.slots import Slot, StreamType
-from layernodes.state import NodeContext
+from layernodes.state import HandoffMap, NodeContext
 
 
 class DispatchNode(LayerNode):
@@ -29,8 +31,8 @@ class DispatchNode(LayerNode):
 
     slot = Slot.MOE_DISPATCH
     stream = StreamType.COMM
-    reads = {"pass_to_dispatch": LayerPass}
-    writes = {"dispatched_probs": Tensor, "pass_to_mlp": LayerPass}
+    reads: ClassVar[HandoffMap] = {"pass_to_dispatch": LayerPass}
+    writes: ClassVar[HandoffMap] = {"dispatched_probs": Tensor, "pass_to_mlp": LayerPass}
 
     def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         tokens, probs = inputs

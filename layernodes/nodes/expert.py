@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from layernodes._megatron.wgrad import mlp_hook
 from layernodes.nodes.base import WgradHook
 from layernodes.nodes.layer_node import LayerNode
 from layernodes.slots import Slot, StreamType
-from layernodes.state import NodeContext
+from layernodes.state import HandoffMap, NodeContext
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -41,8 +41,8 @@ class ExpertNode(LayerNode):
 
     slot = Slot.MLP
     stream = StreamType.COMPUTE
-    reads = {"dispatched_probs": Tensor, "pass_to_mlp": LayerPass}
-    writes = {"pass_to_combine": LayerPass}
+    reads: ClassVar[HandoffMap] = {"dispatched_probs": Tensor, "pass_to_mlp": LayerPass}
+    writes: ClassVar[HandoffMap] = {"pass_to_combine": LayerPass}
 
     def __init__(self, layer: TransformerLayer | MultiTokenPredictionLayer) -> None:
         super().__init__(layer)
@@ -54,7 +54,8 @@ class ExpertNode(LayerNode):
         layer_pass = self.take(ctx, "pass_to_mlp")
         assert isinstance(layer_pass, LayerPass)
         if self._parts.moe is None:
-            return self._parts.dense(ctx, layer_pass, tokens)
+            with self._parts.rng():
+                return self._parts.dense(ctx, layer_pass, tokens)
         probs = self.take(ctx, "dispatched_probs")
         assert isinstance(probs, Tensor)
         with self._parts.rng():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from layernodes._megatron.mtp import leave
 from layernodes.errors import UnsupportedLayerError
 from layernodes.nodes.layer_node import LayerNode
 from layernodes.slots import Slot, StreamType
-from layernodes.state import NodeContext
+from layernodes.state import HandoffMap, NodeContext
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -35,7 +35,7 @@ class MTPPostNode(LayerNode):
 
     slot = Slot.MTP_POST_PROCESS
     stream = StreamType.COMPUTE
-    reads = {"mtp_depths": Tensor, "mtp_call": ModuleCall | None}
+    reads: ClassVar[HandoffMap] = {"mtp_depths": Tensor, "mtp_call": ModuleCall | None}
 
     def __init__(self, layer: MultiTokenPredictionLayer) -> None:
         super().__init__(layer)

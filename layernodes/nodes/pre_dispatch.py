@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from layernodes._megatron.wgrad import pre_dispatch_hook
 from layernodes.nodes.base import WgradHook
 from layernodes.nodes.layer_node import LayerNode
 from layernodes.slots import Slot, StreamType
-from layernodes.state import NodeContext
+from layernodes.state import HandoffMap, NodeContext
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -43,7 +43,7 @@ class PreDispatchNode(LayerNode):
 
     slot = Slot.PRE_DISPATCH_COMPUTATION
     stream = StreamType.COMPUTE
-    writes = {
+    writes: ClassVar[HandoffMap] = {
         "residual": Tensor,
         "shared_expert_output": Tensor | None,
         "pass_to_dispatch": LayerPass,

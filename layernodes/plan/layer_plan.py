@@ -22,7 +22,7 @@ from layernodes.nodes import (
     WgradHook,
 )
 from layernodes.plan.describe import LayerDescription, describe_layer
-from layernodes.slots import MEGATRON_SLOTS, Slot
+from layernodes.slots import Slot
 
 NodeFactory = Callable[[Any], ScheduleNode]
 """A node class, or any callable that takes the layer and returns a node for it."""
@@ -87,7 +87,8 @@ class LayerPlan:
                 raise PlanError(f"nodes has the key {slot!r}; use a Slot, one of {_names(Slot)}")
             if kind is not LayerKind.OTHER and slot not in factories:
                 raise PlanError(
-                    f"{type(layer).__name__} ({kind.value}) has no slot {slot.value!r} to put {_spelling(factory)} into; "
+                    f"{type(layer).__name__} ({kind.value}) has no slot {slot.value!r} to put "
+                    f"{_spelling(factory)} into; "
                     f"its slots are {_names(factories)}"
                 )
             factories[slot] = factory
@@ -107,13 +108,20 @@ class LayerPlan:
         Those of dispatch and combine exist for a dense layer too, and raise NotImplementedError when called, as
         Megatron-Core's do. ``post_combine`` is fused into ``moe_combine``.
         """
-        return ForwardFuncs(*(self._forward_func(slot) for slot in MEGATRON_SLOTS))
+        return ForwardFuncs(
+            pre_dispatch_computation=self._required_func(Slot.PRE_DISPATCH_COMPUTATION),
+            moe_dispatch=self._required_func(Slot.MOE_DISPATCH),
+            mlp=self._required_func(Slot.MLP),
+            moe_combine=self._required_func(Slot.MOE_COMBINE),
+            mtp_post_process=self.nodes.get(Slot.MTP_POST_PROCESS),
+        )
 
     @property
     def backward_dw(self) -> dict[str, Any]:
         """The deferred weight gradients of one microbatch: a fresh dict of hooks, one object or a list for each slot.
 
-        Megatron-Core drains ``pre_dispatch_computation`` and ``mlp`` only, so hooks of later slots are appended to ``mlp``.
+        Megatron-Core drains ``pre_dispatch_computation`` and ``mlp`` only, so hooks of later slots are appended to
+        ``mlp``.
         """
         drained: dict[Slot, list[WgradHook]] = {Slot.PRE_DISPATCH_COMPUTATION: [], Slot.MLP: []}
         for slot, node in self.nodes.items():
@@ -134,12 +142,12 @@ class LayerPlan:
         inside = ", ".join(f"{slot.value}={type(node).__name__}" for slot, node in self.nodes.items())
         return f"LayerPlan({type(self.layer).__name__}: {inside})"
 
-    def _forward_func(self, slot: Slot) -> Callable[..., Any] | None:
+    def _required_func(self, slot: Slot) -> Callable[..., Any]:
         node = self.nodes.get(slot)
-        if slot is Slot.MOE_COMBINE and node is not None and Slot.POST_COMBINE in self.nodes:
+        if node is None:
+            return _not_implemented(slot, self.layer)
+        if slot is Slot.MOE_COMBINE and Slot.POST_COMBINE in self.nodes:
             return _fused(node, self.nodes[Slot.POST_COMBINE])
-        if node is None and slot is not Slot.MTP_POST_PROCESS:
-            return _not_implemented(slot, type(self.layer).__name__)
         return node
 
 
@@ -199,14 +207,15 @@ def _check_handoffs(nodes: Mapping[Slot, ScheduleNode]) -> None:
             writers[name] = node
     for name in writers.keys() - readers.keys():
         raise PlanError(
-            f"{type(writers[name]).__name__} writes {name!r}, which no later slot of this layer reads; it would never be "
+            f"{type(writers[name]).__name__} writes {name!r}, which no later slot of this layer reads; it would "
+            f"never be "
             f"freed: let a later node declare it in 'reads' and take it, or do not write it"
         )
 
 
-def _not_implemented(slot: Slot, layer: str) -> Callable[..., Any]:
+def _not_implemented(slot: Slot, layer: Module) -> Callable[..., Any]:
     def raise_not_implemented(*_: object) -> None:
-        raise NotImplementedError(f"{layer} is dense: it has no {slot.value}; run it for MoE layers only")
+        raise NotImplementedError(f"this {type(layer).__name__} has no {slot.value}; a dense layer skips it")
 
     return raise_not_implemented
 
