@@ -68,6 +68,8 @@ def _microbatch_text(step: Step, rules: Rules) -> str:
 
 
 def _layers(shape: ChunkShape) -> str:
+    if shape.num_layers == 1:
+        return "one layer, numbered 0"
     return f"{shape.num_layers} layers" + (f", numbered 0 to {shape.num_layers - 1}" if shape.layers else "")
 
 

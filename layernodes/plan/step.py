@@ -23,7 +23,7 @@ _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _STEP = re.compile(rf"([FBW])({_NUMBER})\.(?:L({_NUMBER})\.)?(?!L[0-9]+(?:\.|\Z))({_NAME})")
 _NUMBER_RE = re.compile(_NUMBER)
 _NAME_RE = re.compile(_NAME)
-_LAYER_LIKE = re.compile(r"L[0-9]+(?=\.|\Z)")
+_LAYER_LIKE = re.compile(r"L[0-9]+(?![A-Za-z0-9_])")
 _LIMIT = 10**9
 _PHASES: Final = {phase.value: phase for phase in Phase}
 
