@@ -10,8 +10,8 @@ from typing import NamedTuple
 from layernodes.errors import Violation
 from layernodes.plan.rules import Mode, Rules
 from layernodes.plan.shape import ChunkShape
-from layernodes.plan.step import CHUNK_ENDS, Step
-from layernodes.slots import Phase
+from layernodes.plan.step import Step
+from layernodes.slots import CHUNK_ENDS, Phase
 
 
 class _Reason(NamedTuple):

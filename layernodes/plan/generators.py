@@ -11,8 +11,8 @@ from typing import Final
 from layernodes.errors import ScheduleError
 from layernodes.plan.grid import stream_in
 from layernodes.plan.shape import ChunkShape, LayerShape, SlotShape
-from layernodes.plan.step import POST_PROCESS, PRE_PROCESS, Step
-from layernodes.slots import Phase, Slot, StreamType
+from layernodes.plan.step import Step
+from layernodes.slots import POST_PROCESS, PRE_PROCESS, Phase, Slot, StreamType
 
 MEGATRON_ORDER: Final = "B.tail B.combine F.pre B.mlp F.dispatch W.mlp B.dispatch F.mlp F.combine B.pre F.tail W.pre"
 """Megatron-Core's order of one layer going forward beside one going backward (``TransformerLayerSchedulePlan.run``)."""

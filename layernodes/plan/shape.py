@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Self, final
 
 from layernodes.errors import PlanError
-from layernodes.plan.step import POST_PROCESS, PRE_PROCESS, Step, is_slot_name
-from layernodes.slots import Slot, StreamType
+from layernodes.plan.step import Step
+from layernodes.slots import POST_PROCESS, PRE_PROCESS, ExtraSlot, Slot, StreamType, is_slot_name
 
 SLOT_STREAMS: Final[Mapping[Slot, StreamType]] = {
     slot: StreamType.COMM if slot in (Slot.MOE_DISPATCH, Slot.MOE_COMBINE) else StreamType.COMPUTE for slot in Slot
@@ -26,29 +26,6 @@ _USED_BY_KIND: Final[Mapping[str, Collection[Slot]]] = {
     "moe": frozenset(Slot) - {Slot.MTP_POST_PROCESS},
     "dense": frozenset(DEFERRED_SLOTS),
 }
-
-
-@final
-@dataclass(frozen=True)
-class ExtraSlot:
-    """A slot of the user's own, directly after another slot of the layer.
-
-    Attributes:
-        name: an identifier that is no slot's name yet.
-        after: the slot that it follows: one of ``Slot``, or the name of an extra slot listed before it.
-        stream: the stream on which it runs.
-
-    Raises:
-        PlanError: the name is taken or no identifier.
-    """
-
-    name: str
-    after: Slot | str
-    stream: StreamType = StreamType.COMPUTE
-
-    def __post_init__(self) -> None:
-        if not is_slot_name(self.name) or self.name in tuple(Slot) or self.name in (PRE_PROCESS, POST_PROCESS):
-            raise PlanError(f"{self.name!r} cannot name an extra slot; choose an identifier that names no other slot")
 
 
 @final

@@ -7,15 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Self, final
 
 from layernodes.errors import ParsePlace, ScheduleError, ScheduleParseError
-from layernodes.slots import Phase
-
-PRE_PROCESS: Final = "pre_process"
-"""Slot name of the chunk's head (embedding, rotary inputs, masks); its steps have no layer."""
-
-POST_PROCESS: Final = "post_process"
-"""Slot name of the chunk's tail (output layer, loss); its steps have no layer."""
-
-CHUNK_ENDS: Final = (PRE_PROCESS, POST_PROCESS)
+from layernodes.slots import Phase, is_slot_name
 
 # At most nine digits: far beyond any real count, and far below what int() refuses to convert.
 _NUMBER = r"(?:0|[1-9][0-9]{0,8})"
@@ -91,11 +83,6 @@ class Step:
             return None
         phase, microbatch, layer, slot = found.groups()
         return cls(_PHASES[phase], int(microbatch), None if layer is None else int(layer), slot)
-
-
-def is_slot_name(name: str) -> bool:
-    """Whether a name may stand as the slot of a step: an ASCII identifier that does not read as a layer."""
-    return _NAME_RE.fullmatch(name) is not None and _LAYER_LIKE.fullmatch(name) is None
 
 
 def explain_step(text: str) -> tuple[int, str]:

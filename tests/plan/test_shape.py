@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from layernodes.errors import PlanError
-from layernodes.plan.shape import ChunkShape, ExtraSlot, LayerShape, SlotShape
+from layernodes.plan.shape import ChunkShape, LayerShape, SlotShape
 from layernodes.plan.step import Step
 from layernodes.slots import Slot, StreamType
 
