@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layernodes.errors import ScheduleError
@@ -54,6 +54,7 @@ def test_interleave_by_steps_and_shape() -> None:
     assert woven.index("F0.L0.x") + 1 == woven.index("F1.pre_process")
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(STEPS, max_size=6), max_size=4), st.none() | st.integers(1, 3))
 def test_interleave_keeps_everything_in_order(sequences: list[list[Step]], num_steps: int | None) -> None:
     """Nothing is lost, nothing reordered within a sequence."""
@@ -75,6 +76,7 @@ def test_an_order_of_ones_own() -> None:
             list(pair_steps(shape, shape, order=bad))
 
 
+@settings(deadline=None)
 @given(chunk_shapes(), st.booleans())
 def test_own_slots_never_break_the_order(shape: ChunkShape, alone: bool) -> None:
     """Wherever own slots stand and on whatever stream, a pair's forward and backward stay valid."""

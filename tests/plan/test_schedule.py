@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layernodes.errors import ScheduleError, ScheduleParseError
@@ -22,6 +22,7 @@ from tests.plan.test_step import STEPS
 SCHEDULES = st.lists(STEPS, max_size=30).map(Schedule)
 
 
+@settings(deadline=None)
 @given(SCHEDULES)
 def test_text_and_json_read_back(schedule: Schedule) -> None:
     """parse(str(s)) == s and from_json(to_json(s)) == s, for any steps whatever."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layernodes.errors import ScheduleParseError
@@ -50,6 +50,7 @@ def test_faults(text: str, places: list[tuple[int, int]]) -> None:
     assert [(place.line, place.column) for place in caught.value.places] == places
 
 
+@settings(deadline=None)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layernodes.errors import ScheduleError, ScheduleParseError
@@ -21,6 +21,7 @@ STEPS = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(STEPS)
 def test_text_reads_back(step: Step) -> None:
     """parse(str(step)) is the step, and so is its pickle."""
@@ -81,6 +82,7 @@ def test_malformed_text(text: str, column: int, expected: str) -> None:
     assert expected in caught.value.expected
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="FBW0129L.mx_ \n", max_size=12))
 def test_a_text_is_a_step_or_explained(text: str) -> None:
     """Every text either reads and prints back exactly, or is refused at a column inside it or just after it."""

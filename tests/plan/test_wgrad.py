@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layernodes.plan import pairs, schedules
+from layernodes.plan.generators import forward_steps
 from layernodes.plan.schedule import Schedule
 from layernodes.plan.shape import ChunkShape
 from layernodes.plan.validate import validate
@@ -98,3 +99,18 @@ def test_first_layer_waits_for_a_longer_forward() -> None:
         texts = [str(step) for step in pair]
         at = texts.index(f"W1.L0.{PRE}")
         assert texts[at - 1 : at + 2] == ["F0.L2.moe_combine", f"W1.L0.{PRE}", "F0.post_process"]
+
+
+def test_only_the_first_layer_waits() -> None:
+    """While a first layer's W waits, those of other modules still follow their B."""
+    shape = ChunkShape.of(["moe"], pre_process=False, post_process=False, wgrad=True)
+    forward = [step for m in (0, 1) for step in forward_steps(shape, m)]
+    backward = Schedule.parse(
+        f"B0.L0.moe_combine B1.L0.moe_combine B0.L0.mlp B0.L0.moe_dispatch B0.L0.{PRE} "
+        f"B1.L0.mlp B1.L0.moe_dispatch B1.L0.{PRE}"
+    )
+    placed = schedules.deferred(Schedule(forward) + backward, shape, "first_layer_last")
+    validate(placed, shape, num_microbatches=2)
+    assert str(placed[-7:]).split() == [
+        f"B0.L0.{PRE}", "B1.L0.mlp", "W1.L0.mlp", "B1.L0.moe_dispatch", f"B1.L0.{PRE}", f"W0.L0.{PRE}", f"W1.L0.{PRE}",
+    ]  # fmt: skip
