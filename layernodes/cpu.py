@@ -1,0 +1,479 @@
+"""The CPU host: megatron-core builds and runs ``GPTModel`` (local layer specs, gloo) where there is no GPU.
+
+Contract: between ``__enter__`` and ``__exit__`` every CUDA name that Megatron-Core's training path uses has a
+stand-in with CUDA's meaning on one in-order device, the CPU; afterwards, also after an exception, every attribute is
+what it was. Where CUDA is available nothing is touched.
+
+    with cpu_host() as host:        # a table of Patch(target, name, replacement), applied in order
+        model = GPTModel(...)       # torch.cuda.current_device() is torch.device("cpu"), and so on
+    # and undone in reverse order
+
+The table (``_patches``) is the whole of it: one row a name, grouped by the reason why it is there.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, ClassVar, Final, Self, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from layernodes.errors import NodeStateError
+
+with warnings.catch_warnings():
+    # Megatron-Core warns on import for each optional package that is missing (Transformer Engine, Apex, absl); on a
+    # CPU they always are, and a program that turns warnings into errors could not import it.
+    warnings.simplefilter("ignore")
+    from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe import moe_layer, moe_utils, shared_experts, token_dispatcher
+
+_MISSING: Final = object()
+_CPU: Final = torch.device("cpu")
+_FACTORIES: Final = (
+    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace"),
+    *("logspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like"),
+    *("randperm", "tensor", "zeros", "zeros_like"),
+)
+_FORK_WARNING: Final = "CPU RNG state changed within GPU RNG context"
+
+
+def cpu_host() -> CpuHost:
+    """Return a context manager under which megatron-core runs without a GPU; see ``CpuHost``."""
+    return CpuHost()
+
+
+@final
+class CpuHost:
+    """Lets megatron-core build and run a ``GPTModel`` with local layer specs on the CPU while it is entered.
+
+    Attributes:
+        active: True between enter and exit where CUDA is not available; always False where it is.
+
+    The patches are process-wide: enter once, from one thread, around everything that uses Megatron. What runs inside
+    may use any number of threads. The object may be entered again after it was left.
+
+    Raises:
+        NodeStateError: on entering while this or another host is entered; on leaving a host that is not entered; on
+            leaving while somebody else's patch still lies over one of the host's (everything is restored even so).
+    """
+
+    def __init__(self) -> None:
+        self._undo: ExitStack | None = None
+        self._active = False
+
+    @property
+    def active(self) -> bool:
+        """Whether the stand-ins are in place because of this host."""
+        return self._active
+
+    def __enter__(self) -> Self:
+        other = _current_host()
+        if self._undo is not None or other is not None:
+            which = "this cpu_host() is" if self._undo is not None else "another cpu_host() is"
+            raise NodeStateError(
+                f"{which} already entered; enter one cpu_host() around the whole program, do not nest it"
+            )
+        with ExitStack() as stack:
+            if not torch.cuda.is_available():
+                _apply(stack, self)
+                self._active = True
+            self._undo = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._undo is None:
+            raise NodeStateError(
+                "this cpu_host() is not entered; leave each cpu_host() once, by leaving its `with` block"
+            )
+        undo, self._undo, self._active = self._undo, None, False
+        undo.close()
+
+    def current_device(self) -> torch.device:
+        """``torch.cuda.current_device``: the CPU, in the form that every ``device=`` takes."""
+        return _CPU
+
+
+def _current_host() -> CpuHost | None:
+    """The host that is entered now: the one whose method stands in for ``torch.cuda.current_device``."""
+    owner = getattr(torch.cuda.current_device, "__self__", None)
+    return owner if isinstance(owner, CpuHost) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One attribute to replace while the host is entered."""
+
+    target: Any
+    name: str
+    replacement: Any
+
+    def apply(self) -> Callable[[], bool]:
+        """Set the replacement; returns the function that undoes it and says whether it was still in place.
+
+        An attribute that ``target`` merely inherits is deleted again rather than pinned to what it inherited.
+        """
+        original = vars(self.target).get(self.name, _MISSING)
+        setattr(self.target, self.name, self.replacement)
+
+        def undo() -> bool:
+            in_place = vars(self.target).get(self.name, _MISSING) is self.replacement
+            if original is not _MISSING:
+                setattr(self.target, self.name, original)
+            elif self.name in vars(self.target):
+                delattr(self.target, self.name)
+            return in_place
+
+        return undo
+
+
+def _apply(stack: ExitStack, host: CpuHost) -> None:
+    """Apply the table and turn compilation off; ``stack`` undoes both."""
+    overlaid: list[str] = []
+
+    def undo(patch: Patch, restore: Callable[[], bool]) -> None:
+        if not restore():
+            overlaid.append(f"{getattr(patch.target, '__name__', patch.target)}.{patch.name}")
+
+    def report() -> None:
+        if overlaid:
+            raise NodeStateError(
+                f"something was patched over the CPU host and not taken off before it was left: {', '.join(overlaid)}; "
+                "leave in the reverse order of entering"
+            )
+
+    stack.callback(report)
+    # Megatron's `jit_fuser` is torch.compile, applied at import: compiling each little function would take minutes on a
+    # CPU, and fused kernels round differently from one shape to the next.
+    stack.enter_context(torch.compiler.set_stance("force_eager"))
+    for patch in _patches(host):
+        stack.callback(undo, patch, patch.apply())
+
+
+def _patches(host: CpuHost) -> Iterator[Patch]:
+    """The table: every name that gets a stand-in, grouped by why it needs one."""
+    yield Patch(target=torch.cuda, name="current_device", replacement=host.current_device)
+    yield Patch(target=torch.cuda, name="set_device", replacement=_ignore)
+    yield from _stream_patches()
+    yield from _allocation_patches()
+    yield from _generator_patches()
+    yield from _recompute_patches()
+    yield from _moe_patches()
+
+
+def _stream_patches() -> Iterator[Patch]:
+    """Streams and events: the dispatcher's device-to-host copies, the schedule plan, shared experts."""
+    streams = _StreamState()
+    for name, stand_in in {
+        "Stream": HostStream,
+        "Event": HostEvent,
+        "current_stream": streams.current,
+        "default_stream": streams.default,
+        "set_stream": streams.set,
+        "stream": streams.use,
+        "synchronize": _ignore,
+        "is_current_stream_capturing": _false,
+    }.items():
+        yield Patch(target=torch.cuda, name=name, replacement=stand_in)
+    # Two classes keep one stream for all their instances, made by the first of them. Given here, it neither outlives
+    # the host nor is it missing for a model that an earlier host built.
+    yield Patch(target=token_dispatcher.MoEAlltoAllTokenDispatcher, name="cuda_dtoh_stream", replacement=HostStream())
+    yield Patch(target=shared_experts.SharedExpertMLP, name="stream", replacement=HostStream())
+    # The caching allocator's cross-stream bookkeeping; the CPU has no such allocator and raises.
+    yield Patch(target=Tensor, name="record_stream", replacement=_ignore)
+
+
+def _allocation_patches() -> Iterator[Patch]:
+    """``device="cuda"`` in factories (causal mask, token counts) and ``Tensor.cuda()`` (rotary positions)."""
+    for name in _FACTORIES:
+        yield Patch(target=torch, name=name, replacement=_on_cpu(getattr(torch, name)))
+    yield Patch(target=Tensor, name="cuda", replacement=_self)
+
+
+def _generator_patches() -> Iterator[Patch]:
+    """The CUDA generator: the CPU's default generator, which is what dropout on a CPU draws from.
+
+    Without CUDA, torch queues ``manual_seed`` until CUDA starts, which is never: all tracker states would be equal and
+    each fork would do nothing.
+    """
+    for module in (torch.cuda, torch.cuda.random):
+        for name, stand_in in {
+            "get_rng_state": _get_rng_state,
+            "set_rng_state": _set_rng_state,
+            "manual_seed": _manual_seed,
+            "manual_seed_all": _manual_seed,
+            "seed": _reseed,
+            "initial_seed": torch.initial_seed,
+        }.items():
+            yield Patch(target=module, name=name, replacement=stand_in)
+    yield Patch(target=megatron_random, name="_get_cuda_rng_state", replacement=_get_rng_state)
+    yield Patch(target=megatron_random, name="_set_cuda_rng_state", replacement=_set_rng_state)
+    # A fork that sees the CPU generator move logs a warning, since on a GPU that is a mistake; here it always moves.
+    logger = logging.getLogger(megatron_random.__name__)
+    yield Patch(target=logger, name="filters", replacement=[*logger.filters, _is_not_fork_warning])
+
+
+def _recompute_patches() -> Iterator[Patch]:
+    """``CheckpointWithoutOutput``: names that exist only with Transformer Engine, and a C++ extension.
+
+    Its default ``fp8=False`` is not None and so counts as set: it asks Transformer Engine's state every time.
+    """
+    if not megatron_random.HAVE_TE:
+        yield Patch(target=megatron_random, name="FP8GlobalStateManager", replacement=_NoFP8)
+        yield Patch(target=megatron_random, name="fp8_autocast", replacement=_no_context)
+        yield Patch(target=megatron_random, name="activation_recompute_forward", replacement=_no_context)
+    yield Patch(target=megatron_random, name="_get_share_storage", replacement=_get_share_storage)
+
+
+def _moe_patches() -> Iterator[Patch]:
+    """Token counts as numpy arrays for gloo's splits, and the latent projections without Transformer Engine."""
+    for module in (moe_utils, token_dispatcher):
+        yield Patch(target=module, name="maybe_move_tensor_to_cpu", replacement=_maybe_move_tensor_to_cpu)
+    if not moe_layer.HAVE_TE:
+        yield Patch(target=moe_layer, name="HAVE_TE", replacement=True)
+        yield Patch(target=moe_layer, name="TELinear", replacement=HostLinear)
+
+
+class HostStream:
+    """``torch.cuda.Stream`` on the CPU: whatever is issued has already run, so every wait is over at once."""
+
+    def __init__(self, device: object = None, priority: int = 0, **_: object) -> None:
+        self.device = _CPU
+        self.priority = priority
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """Lowest and highest priority, as CUDA gives them."""
+        return (0, -5)
+
+    def query(self) -> bool:
+        """All work issued here has finished."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: HostEvent) -> None:
+        """Nothing to wait for."""
+
+    def wait_stream(self, stream: HostStream) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, event: HostEvent | None = None) -> HostEvent:
+        """Record ``event``, or a new one, and return it."""
+        event = HostEvent() if event is None else event
+        event.record(self)
+        return event
+
+
+class HostEvent:
+    """``torch.cuda.Event`` on the CPU: complete as soon as it is recorded, and remembers when that was."""
+
+    def __init__(self, enable_timing: bool = False, **_: object) -> None:
+        self._nanoseconds = 0 if not enable_timing else time.perf_counter_ns()
+
+    def record(self, stream: HostStream | None = None) -> None:
+        """Take the time."""
+        self._nanoseconds = time.perf_counter_ns()
+
+    def wait(self, stream: HostStream | None = None) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """The work before the event has finished."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def elapsed_time(self, end_event: HostEvent) -> float:
+        """Milliseconds from this event's recording to ``end_event``'s."""
+        return (end_event._nanoseconds - self._nanoseconds) / 1e6
+
+
+@final
+class _StreamState:
+    """The current stream of each thread, and the default stream of all."""
+
+    def __init__(self) -> None:
+        self._default = HostStream()
+        self._local = threading.local()
+
+    def default(self, device: object = None) -> HostStream:
+        return self._default
+
+    def current(self, device: object = None) -> HostStream:
+        stream: HostStream = getattr(self._local, "stream", self._default)
+        return stream
+
+    def set(self, stream: HostStream | None) -> None:
+        if stream is not None:
+            self._local.stream = stream
+
+    @contextmanager
+    def use(self, stream: HostStream | None) -> Iterator[None]:
+        outer = self.current()
+        self.set(stream)
+        try:
+            yield
+        finally:
+            self.set(outer)
+
+
+class HostLinear(torch.nn.Module):
+    """``TELinear(parallel_mode="duplicated")`` in plain torch, for the projections of latent MoE.
+
+    Returns ``(output, bias or None)`` and marks its parameters as Transformer Engine's linear does. Its weight
+    gradient comes with the backward pass, as with Megatron's local linears: ``backward_dw`` has nothing left to do.
+    """
+
+    weight: Tensor
+    supported_parallel_mode: ClassVar[str] = "duplicated"
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        parallel_mode: str | None,
+        config: Any,
+        init_method: Callable[[Tensor], object],
+        bias: bool,
+        skip_bias_add: bool,
+        **_: object,
+    ) -> None:
+        super().__init__()
+        if parallel_mode != self.supported_parallel_mode:
+            raise NotImplementedError(f"parallel_mode {parallel_mode!r}: only 'duplicated' runs on the CPU host")
+        self.skip_bias_add = skip_bias_add
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(output_size, dtype=config.params_dtype)) if bias else None
+        if config.perform_initialization:
+            self._initialize(init_method, on_cpu=config.use_cpu_initialization)
+        for parameter in self.parameters():
+            vars(parameter).update(
+                allreduce=True, sequence_parallel=config.sequence_parallel, tensor_model_parallel=False
+            )
+
+    @torch.no_grad()
+    def _initialize(self, init_method: Callable[[Tensor], object], *, on_cpu: bool) -> None:
+        """Draw the weight alike on all tensor-parallel ranks: from the data-parallel state where there is one."""
+        tracker = megatron_random.get_cuda_rng_tracker()
+        name = megatron_random.get_data_parallel_rng_tracker_name()
+        shared = tracker.fork(name) if name in tracker.get_states() and not on_cpu else nullcontext()
+        with shared:
+            init_method(self.weight)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``[..., input_size]`` to ``[..., output_size]``, and the bias where the caller adds it."""
+        if self.skip_bias_add:
+            return torch.nn.functional.linear(x, self.weight), self.bias
+        return torch.nn.functional.linear(x, self.weight, self.bias), None
+
+    def backward_dw(self) -> None:
+        """Nothing is deferred."""
+
+
+class _NoFP8:
+    """``FP8GlobalStateManager`` of a machine without fp8."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+    @staticmethod
+    def get_fp8_recipe() -> None:
+        return None
+
+
+def _no_context(**_: object) -> nullcontext[None]:
+    """``fp8_autocast`` and ``activation_recompute_forward`` where fp8 does not exist."""
+    return nullcontext()
+
+
+def _ignore(*_: object, **__: object) -> None:
+    """Nothing to do on a CPU."""
+
+
+def _false() -> bool:
+    """A CPU captures no graph."""
+    return False
+
+
+def _self(tensor: Tensor, *_: object, **__: object) -> Tensor:
+    """``Tensor.cuda``: the tensor is on the device already."""
+    return tensor
+
+
+def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap a torch factory so that a CUDA ``device=`` means the CPU."""
+
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> Tensor:
+        device = kwargs.get("device")
+        # An int is CUDA's shorthand for one of its devices.
+        if device is not None and (isinstance(device, int) or torch.device(device).type == "cuda"):
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _get_rng_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> Tensor | torch.Generator:
+    """State of the CPU generator: a tensor, or a generator of its own where Megatron wants a graph-safe one."""
+    return torch.default_generator.clone_state() if graph_safe else torch.get_rng_state()
+
+
+def _set_rng_state(new_state: Tensor | torch.Generator, device: object = None, graph_safe: bool = False) -> None:
+    """Put a state of ``_get_rng_state`` into the CPU generator."""
+    torch.set_rng_state(new_state.get_state() if isinstance(new_state, torch.Generator) else new_state)
+
+
+def _manual_seed(seed: int) -> None:
+    """Seed the CPU generator itself; ``torch.manual_seed`` would come back here through ``manual_seed_all``."""
+    torch.default_generator.manual_seed(int(seed))
+
+
+def _reseed() -> None:
+    """``torch.cuda.seed``: a seed nobody chose."""
+    torch.default_generator.seed()
+
+
+def _is_not_fork_warning(record: logging.LogRecord) -> bool:
+    """Keep every log record but the tracker's remark that a fork moved the CPU generator."""
+    return record.msg != _FORK_WARNING
+
+
+def _get_share_storage() -> Callable[[Tensor, Tensor], None]:
+    """Stand-in for the compiled extension of ``CheckpointWithoutOutput``."""
+    return _share_storage
+
+
+def _share_storage(dst: Tensor, src: Tensor) -> None:
+    """Make ``dst``'s storage, emptied before, hold ``src``'s bytes.
+
+    Works below the tensor, so that every view of ``dst`` saved by autograd sees the data and no version counter moves.
+    The extension shares the memory; this copies it, which changes no bit.
+    """
+    source = src.untyped_storage()
+    storage = dst.untyped_storage()
+    storage.resize_(source.nbytes())
+    storage.copy_(source)
+
+
+def _maybe_move_tensor_to_cpu(
+    tensor: Any, as_numpy: bool = False, record_stream: bool = False
+) -> Tensor | np.ndarray[Any, Any] | Any:
+    """Megatron's function, which converts to numpy only what it moved from a GPU; gloo wants numbers, not tensors."""
+    return tensor.detach().numpy().copy() if as_numpy and isinstance(tensor, Tensor) else tensor
