@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,10 +73,7 @@ def make_config(cell: Cell) -> TransformerConfig:
         values["activation_func"] = _ACTIVATIONS[values["activation_func"]]
     values["params_dtype"] = getattr(torch, values.get("params_dtype", "float32"))
     config_class = MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig
-    with warnings.catch_warnings():
-        # The default CUDA-graph scope warns that it is deprecated.
-        warnings.simplefilter("ignore")
-        config = config_class(**values)
+    config = config_class(**values)
     for name, value in cell.late_config.items():
         setattr(config, name, value)
     return config
