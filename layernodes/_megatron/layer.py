@@ -326,7 +326,7 @@ def begin_decoder(chunk: Any, hidden: Tensor) -> Tensor:
     if model is None:
         return hidden
     arguments = {
-        "hidden_states": hidden,
+        "hidden_states": hidden if model.pre_process else None,  # else the block takes its input tensor
         "attention_mask": chunk.attention_mask,
         "inference_context": None,
         "rotary_pos_emb": chunk.rotary_pos_emb,
@@ -362,11 +362,9 @@ def end_decoder(chunk: Any, hidden: Tensor) -> Tensor:
 
 
 def _layer_arguments(ctx: NodeContext, hidden: Tensor) -> dict[str, Any]:
-    """The keyword arguments with which the plain block calls a layer."""
+    """The keyword arguments with which the plain block calls a layer, or an MTP layer its inner one."""
     chunk: Any = ctx.chunk_state
-    extra = chunk.extra_block_kwargs or {}
-    chain = progress_of(chunk).mtp if ctx.is_mtp else None
-    return {
+    arguments = {
         "hidden_states": hidden,
         "attention_mask": chunk.attention_mask,
         "context": None,
@@ -374,11 +372,24 @@ def _layer_arguments(ctx: NodeContext, hidden: Tensor) -> dict[str, Any]:
         "rotary_pos_emb": chunk.rotary_pos_emb,
         "rotary_pos_cos": chunk.rotary_pos_cos,
         "rotary_pos_sin": chunk.rotary_pos_sin,
-        "attention_bias": extra.get("attention_bias"),
+    }
+    if ctx.is_mtp:
+        chain = progress_of(chunk).mtp
+        assert chain is not None
+        arguments |= {"attention_bias": None, "inference_params": None, "padding_mask": chain.padding_mask}
+    else:
+        extra = chunk.extra_block_kwargs or {}
+        arguments |= {
+            "rotary_pos_cos_sin": None,
+            "attention_bias": extra.get("attention_bias"),
+            "inference_context": None,
+            "padding_mask": chunk.padding_mask,
+        }
+    arguments |= {
         "packed_seq_params": chunk.packed_seq_params,
         "sequence_len_offset": chunk.sequence_len_offset,
-        "padding_mask": chunk.padding_mask if chain is None else chain.padding_mask,
     }
+    return arguments
 
 
 def _with_mlp(layer: TransformerLayer, moe: MoELayer) -> TransformerLayer:
