@@ -63,16 +63,71 @@ class ScheduleError(LayerNodesError, ValueError):
         self.violations: tuple[Violation, ...] = tuple(violations)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ParsePlace:
+    """One place in a text that is no schedule.
+
+    Attributes:
+        line: line of the place, from 1.
+        column: column of the first character that does not fit, from 1.
+        found: the word or value that stands there.
+        expected: what should stand there instead.
+    """
+
+    line: int
+    column: int
+    found: str
+    expected: str
+
+    def __str__(self) -> str:
+        found = self.found if len(self.found) <= 60 else self.found[:57] + "..."
+        return f"line {self.line}, column {self.column}: found {found!r}, expected {self.expected}"
+
+
 class ScheduleParseError(ScheduleError):
-    """Text or JSON that is no schedule; ``line`` and ``column`` (from 1) point at the first bad place."""
+    """Text or JSON that is no schedule.
+
+    Attributes:
+        line: line of the first bad place, from 1.
+        column: its column, from 1.
+        expected: what was expected there.
+        places: every bad place, in reading order.
+        violations: the same places as violations of the rule ``"syntax"``.
+    """
 
     def __init__(
-        self, message: str, *, line: int, column: int, expected: str, violations: Sequence[Violation] = ()
+        self,
+        message: str,
+        *,
+        line: int,
+        column: int,
+        expected: str,
+        violations: Sequence[Violation] = (),
+        places: Sequence[ParsePlace] = (),
     ) -> None:
         super().__init__(message, violations)
         self.line = line
         self.column = column
         self.expected = expected
+        self.places: tuple[ParsePlace, ...] = tuple(places)
+
+    @classmethod
+    def at(cls, places: Sequence[ParsePlace], *, source: str = "schedule") -> ScheduleParseError:
+        """The error for one or more bad places; its text lists them, the first 20 of very many."""
+        shown = [str(place) for place in places[:20]]
+        if len(places) > len(shown):
+            shown.append(f"and {len(places) - len(shown)} more")
+        return cls(
+            f"{source} cannot be read: " + (shown[0] if len(shown) == 1 else "\n  " + "\n  ".join(shown)),
+            line=places[0].line,
+            column=places[0].column,
+            expected=places[0].expected,
+            violations=[
+                Violation(rule="syntax", step=place.found, position=None, other=None, message=str(place))
+                for place in places
+            ],
+            places=places,
+        )
 
 
 class NodeStateError(LayerNodesError, RuntimeError):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 _LOOKING = 1  # the handle through which a storage's holders are counted
 
@@ -41,11 +40,8 @@ def may_release(outer: Tensor, inner: Tensor) -> bool:
 
     Call it after the forward that consumed ``inner``, while both are alive.
     """
-    # Asking for the edge makes the accumulation node where there is none yet, so that the count below is the same
-    # whether or not the slot used its input.
-    accumulation = get_gradient_edge(inner) if inner.requires_grad and inner.is_leaf else None
-    known = 1 if accumulation is None else 2
-    return num_storage_holders(outer) == 2 and num_tensor_holders(outer) == 1 and num_tensor_holders(inner) == known
+    most = 2 if inner.requires_grad else 1  # an input that the slot did not use has no accumulation node
+    return num_storage_holders(outer) == 2 and num_tensor_holders(outer) == 1 and num_tensor_holders(inner) <= most
 
 
 def release(outer: Tensor, inner: Tensor, stream: torch.Stream | None = None) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import Final
+from typing import Final, final
+
+from layernodes.errors import PlanError
 
 
 class Slot(StrEnum):
@@ -47,16 +50,43 @@ class Phase(StrEnum):
     W = "W"
 
 
-@dataclass(frozen=True, kw_only=True)
+PRE_PROCESS: Final = "pre_process"
+"""Slot name of the chunk's head (embedding, rotary inputs, masks); its steps have no layer."""
+
+POST_PROCESS: Final = "post_process"
+"""Slot name of the chunk's tail (output layer, loss); its steps have no layer."""
+
+CHUNK_ENDS: Final = (PRE_PROCESS, POST_PROCESS)
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LAYER_LIKE = re.compile(r"L[0-9]+(?![A-Za-z0-9_])")
+
+
+def is_slot_name(name: str) -> bool:
+    """Whether a name may stand as the slot of a step: an ASCII identifier that does not read as a layer."""
+    return _NAME.fullmatch(name) is not None and _LAYER_LIKE.fullmatch(name) is None
+
+
+@final
+@dataclass(frozen=True)
 class ExtraSlot:
-    """A slot of a user's own, run right after one of the layer's slots.
+    """A slot of the user's own, directly after another slot of the layer.
 
     It is part of a shape and has steps of its own; in the tuple of five callables it is fused into its predecessor.
 
     Attributes:
-        name: its text in steps; an identifier that is no ``Slot`` value.
-        after: the slot that it follows.
+        name: an identifier that is no slot's name yet.
+        after: the slot that it follows: one of ``Slot``, or the name of an extra slot listed before it.
+        stream: the stream on which it runs.
+
+    Raises:
+        PlanError: the name is taken or no identifier.
     """
 
     name: str
-    after: Slot
+    after: Slot | str
+    stream: StreamType = StreamType.COMPUTE
+
+    def __post_init__(self) -> None:
+        if not is_slot_name(self.name) or self.name in (*Slot, *CHUNK_ENDS):
+            raise PlanError(f"{self.name!r} cannot name an extra slot; choose an identifier that names no other slot")

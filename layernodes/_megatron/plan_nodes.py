@@ -18,6 +18,7 @@ import torch
 from megatron.core.models.common.utils import PostProcessNode, PreProcessNode, TransformerLayerNode
 from megatron.core.transformer.module import float16_to_fp32
 from torch import Tensor
+from torch.autograd import Variable
 
 from layernodes._megatron.layer import begin_decoder, end_decoder
 from layernodes._megatron.shared_parameters import SharedParameters, Site, StandIns, shared_gradients_of
@@ -38,7 +39,15 @@ class _Backward:
             if isinstance(output, Tensor) and output.requires_grad and gradient is not None
         ]
         if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+            Variable._execution_engine.run_backward(
+                tensors=tuple(output for output, _ in pairs),
+                grad_tensors=tuple(gradient for _, gradient in pairs),
+                keep_graph=False,
+                create_graph=False,
+                inputs=(),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
         if self._stand_ins is not None:
             self._stand_ins.collect()
             self._stand_ins = None

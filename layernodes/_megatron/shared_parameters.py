@@ -15,7 +15,7 @@ layer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, final
@@ -83,6 +83,13 @@ def _sites(module: Module) -> Iterator[Site]:
         for name, parameter in owner._parameters.items():
             if parameter is not None and parameter.requires_grad:
                 yield Site(owner, name, parameter)
+
+
+def shared_sites(modules_of_nodes: Sequence[Sequence[Module]]) -> list[tuple[Site, ...]]:
+    """For each node of a chunk, given its modules, where it holds parameters that another node uses too."""
+    sites = [[site for module in modules for site in _sites(module)] for modules in modules_of_nodes]
+    uses = Counter(key for of_node in sites for key in {id(site.parameter) for site in of_node})
+    return [tuple(site for site in of_node if uses[id(site.parameter)] > 1) for of_node in sites]
 
 
 @final

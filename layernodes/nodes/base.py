@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar, Final, Protocol, cast, final
 
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from layernodes._megatron.caller import caller_frees_input, caller_frees_output
 from layernodes.errors import NodeDefinitionError, NodeStateError
@@ -93,6 +93,21 @@ class ScheduleNode(ABC):
     def frees_input(self) -> bool:
         """Whether the storage of the inputs may be freed after forward: a permission, acted on only with proof."""
         return False
+
+    def modules(self) -> tuple[Module, ...]:
+        """The modules whose parameters ``forward`` uses; by default those among the node's attributes.
+
+        A chunk plan finds by it the parameters that several nodes use, and sums their gradients as plain autograd does.
+        Hold only what the node uses: nodes on different streams that share a parameter run one after the other.
+        """
+        return tuple(value for value in vars(self).values() if isinstance(value, Module))
+
+    def touches_rng(self) -> bool:
+        """Whether forward or backward may draw from, fork or restore a random generator.
+
+        Such steps run in the schedule's order and never two at once. Say False where you know better.
+        """
+        return True
 
     def keeps_input(self) -> bool:
         """Whether ``forward`` may still use its inputs' storage (saved by autograd, or in an output) when it returns.

@@ -45,8 +45,7 @@ class CombineNode(LayerNode):
         (output,) = inputs
         layer_pass = self.take(ctx, "pass_to_combine")
         assert isinstance(layer_pass, LayerPass)
-        with self._parts.rng():
-            output = self._parts.combine(layer_pass, output)
+        output = self._parts.combine(layer_pass, output)
         return _finish(self, ctx, layer_pass, output)
 
     def wgrad_hook(self) -> WgradHook | None:
@@ -81,8 +80,7 @@ class CombineExchangeNode(CombineNode):
         (output,) = inputs
         layer_pass = self.take(ctx, "pass_to_combine")
         assert isinstance(layer_pass, LayerPass)
-        with self._parts.rng():
-            output = self._parts.combine(layer_pass, output)
+        output = self._parts.combine(layer_pass, output)
         self.put(ctx, "pass_to_post_combine", layer_pass)
         return output
 

@@ -38,8 +38,7 @@ class DispatchNode(LayerNode):
         tokens, probs = inputs
         layer_pass = self.take(ctx, "pass_to_dispatch")
         assert isinstance(layer_pass, LayerPass)
-        with self._parts.rng():
-            tokens, probs = self._parts.dispatch(layer_pass, tokens, probs)
+        tokens, probs = self._parts.dispatch(layer_pass, tokens, probs)
         self.put(ctx, "dispatched_probs", probs)
         self.put(ctx, "pass_to_mlp", layer_pass)
         return tokens

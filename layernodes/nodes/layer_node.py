@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch.nn import Module
+
 from layernodes._megatron.freeing import reasons_to_copy
 from layernodes._megatron.layer import LayerParts
+from layernodes._megatron.slot_parts import slot_modules, slot_touches_rng
 from layernodes._megatron.support import check_layer
 from layernodes.nodes.base import ScheduleNode
 from layernodes.slots import Slot
@@ -28,6 +31,12 @@ class LayerNode(ScheduleNode):
     def __init__(self, layer: TransformerLayer | MultiTokenPredictionLayer) -> None:
         check_layer(layer)
         self._parts = LayerParts(layer)
+
+    def modules(self) -> tuple[Module, ...]:
+        return slot_modules(self._parts, Slot(str(self.slot)))
+
+    def touches_rng(self) -> bool:
+        return slot_touches_rng(self._parts, Slot(str(self.slot)))
 
     def copies(self) -> tuple[str, ...]:
         return reasons_to_copy(self._parts, Slot(str(self.slot)), self.keeps_input())

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 from torch.nn import Module
 
 from layernodes.nodes import ScheduleNode
-from layernodes.slots import Slot
+from layernodes.slots import ExtraSlot, Slot
 from layernodes.state import spelling
 
 
@@ -55,7 +55,7 @@ class LayerDescription(BaseModel):
         return "\n".join((self.layer, *lines))
 
 
-def describe_layer(layer: Module, nodes: Mapping[Slot, ScheduleNode]) -> LayerDescription:
+def describe_layer(layer: Module, nodes: Mapping[Slot | ExtraSlot, ScheduleNode]) -> LayerDescription:
     """Describe the nodes of one layer."""
     names = {id(parameter): name for name, parameter in layer.named_parameters()}
     return LayerDescription(
@@ -63,11 +63,11 @@ def describe_layer(layer: Module, nodes: Mapping[Slot, ScheduleNode]) -> LayerDe
     )
 
 
-def _describe_node(node: ScheduleNode, slot: Slot, names: Mapping[int, str]) -> NodeDescription:
+def _describe_node(node: ScheduleNode, slot: Slot | ExtraSlot, names: Mapping[int, str]) -> NodeDescription:
     hook = node.wgrad_hook()
     parameters = () if hook is None else tuple(hook.parameters())
     return NodeDescription(
-        slot=slot.value,
+        slot=slot.value if isinstance(slot, Slot) else slot.name,
         stream=node.stream.value,
         node=type(node).__name__,
         reads={name: spelling(kind) for name, kind in node._reads.items()},

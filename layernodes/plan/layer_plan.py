@@ -22,7 +22,10 @@ from layernodes.nodes import (
     WgradHook,
 )
 from layernodes.plan.describe import LayerDescription, describe_layer
-from layernodes.slots import Slot
+from layernodes.slots import MEGATRON_SLOTS, ExtraSlot, Slot
+
+SlotKey = Slot | ExtraSlot
+"""What a plan's nodes are filed under."""
 
 NodeFactory = Callable[[Any], ScheduleNode]
 """A node class, or any callable that takes the layer and returns a node for it."""
@@ -52,9 +55,9 @@ class LayerPlan:
     __slots__ = ("_kind", "layer", "nodes")
 
     layer: Module
-    nodes: Mapping[Slot, ScheduleNode]
+    nodes: Mapping[SlotKey, ScheduleNode]
 
-    def __init__(self, layer: Module, nodes: Mapping[Slot, ScheduleNode], kind: LayerKind) -> None:
+    def __init__(self, layer: Module, nodes: Mapping[SlotKey, ScheduleNode], kind: LayerKind) -> None:
         object.__setattr__(self, "layer", layer)
         object.__setattr__(self, "nodes", MappingProxyType(dict(nodes)))
         object.__setattr__(self, "_kind", kind)
@@ -64,7 +67,7 @@ class LayerPlan:
 
     @staticmethod
     def build(
-        layer: Module, *, nodes: Mapping[Slot, NodeFactory] | None = None, split_combine: bool = False
+        layer: Module, *, nodes: Mapping[SlotKey, NodeFactory] | None = None, split_combine: bool = False
     ) -> LayerPlan:
         """Build the plan of a layer.
 
@@ -81,20 +84,29 @@ class LayerPlan:
         """
         given = dict(nodes or {})
         kind = kind_of(layer, has_nodes=bool(given))
-        factories: dict[Slot, NodeFactory] = {**_factories(kind, split_combine)}
+        factories: dict[SlotKey, NodeFactory] = {**_factories(kind, split_combine)}
         for slot, factory in given.items():
-            if not isinstance(slot, Slot):
-                raise PlanError(f"nodes has the key {slot!r}; use a Slot, one of {_names(Slot)}")
-            if kind is not LayerKind.OTHER and slot not in factories:
+            if not isinstance(slot, Slot | ExtraSlot):
+                raise PlanError(f"nodes has the key {slot!r}; use a Slot, one of {_names(Slot)}, or an ExtraSlot")
+            if kind is not LayerKind.OTHER and isinstance(slot, Slot) and slot not in factories:
                 raise PlanError(
                     f"{type(layer).__name__} ({kind.value}) has no slot {slot.value!r} to put "
                     f"{_spelling(factory)} into; "
                     f"its slots are {_names(factories)}"
                 )
             factories[slot] = factory
-        built = {slot: _build_node(factories[slot], slot, layer) for slot in Slot if slot in factories}
+        built = {slot: _build_node(factories[slot], slot, layer) for slot in _in_order(factories)}
         _check_handoffs(built)
         return LayerPlan(layer, built, kind)
+
+    @staticmethod
+    def has_slot(layer: Module, slot: SlotKey, split_combine: bool = False) -> bool:
+        """Whether a plan of ``layer`` can have a node at ``slot``; an extra slot fits every layer."""
+        return isinstance(slot, ExtraSlot) or slot in _factories(kind_of(layer, has_nodes=False), split_combine)
+
+    def root_of(self, extra: ExtraSlot) -> Slot:
+        """The layer's own slot that an extra slot follows, directly or behind other extra slots."""
+        return _root_of(extra, self.nodes)
 
     @property
     def is_moe(self) -> bool:
@@ -108,13 +120,19 @@ class LayerPlan:
         Those of dispatch and combine exist for a dense layer too, and raise NotImplementedError when called, as
         Megatron-Core's do. ``post_combine`` is fused into ``moe_combine``.
         """
-        return ForwardFuncs(
-            pre_dispatch_computation=self._required_func(Slot.PRE_DISPATCH_COMPUTATION),
-            moe_dispatch=self._required_func(Slot.MOE_DISPATCH),
-            mlp=self._required_func(Slot.MLP),
-            moe_combine=self._required_func(Slot.MOE_COMBINE),
-            mtp_post_process=self.nodes.get(Slot.MTP_POST_PROCESS),
-        )
+        own: dict[Slot, list[ScheduleNode]] = {}
+        current = Slot.PRE_DISPATCH_COMPUTATION
+        for slot, node in self.nodes.items():
+            if isinstance(slot, Slot) and slot is not Slot.POST_COMBINE:
+                current = slot
+            own.setdefault(current, []).append(node)
+        callables = {slot: nodes[0] if len(nodes) == 1 else _fused(nodes) for slot, nodes in own.items()}
+        required = {
+            slot.value: callables.get(slot) or _not_implemented(slot, self.layer)
+            for slot in MEGATRON_SLOTS
+            if slot is not Slot.MTP_POST_PROCESS
+        }
+        return ForwardFuncs(**required, mtp_post_process=callables.get(Slot.MTP_POST_PROCESS))
 
     @property
     def backward_dw(self) -> dict[str, Any]:
@@ -127,7 +145,7 @@ class LayerPlan:
         for slot, node in self.nodes.items():
             hook = node.wgrad_hook()
             if hook is not None:
-                drained[slot if slot in drained else Slot.MLP].append(hook)
+                drained[slot if isinstance(slot, Slot) and slot in drained else Slot.MLP].append(hook)
         return {slot.value: hooks[0] if len(hooks) == 1 else hooks for slot, hooks in drained.items()}
 
     def callables(self) -> tuple[ForwardFuncs, dict[str, Any]]:
@@ -139,22 +157,14 @@ class LayerPlan:
         return describe_layer(self.layer, self.nodes)
 
     def __repr__(self) -> str:
-        inside = ", ".join(f"{slot.value}={type(node).__name__}" for slot, node in self.nodes.items())
+        inside = ", ".join(f"{slot.name.lower()}={type(node).__name__}" for slot, node in self.nodes.items())
         return f"LayerPlan({type(self.layer).__name__}: {inside})"
 
-    def _required_func(self, slot: Slot) -> Callable[..., Any]:
-        node = self.nodes.get(slot)
-        if node is None:
-            return _not_implemented(slot, self.layer)
-        if slot is Slot.MOE_COMBINE and Slot.POST_COMBINE in self.nodes:
-            return _fused(node, self.nodes[Slot.POST_COMBINE])
-        return node
 
-
-def _factories(kind: LayerKind, split_combine: bool) -> dict[Slot, NodeFactory]:
+def _factories(kind: LayerKind, split_combine: bool) -> dict[SlotKey, NodeFactory]:
     if kind is LayerKind.OTHER:
         return {}
-    factories: dict[Slot, NodeFactory] = {Slot.PRE_DISPATCH_COMPUTATION: PreDispatchNode, Slot.MLP: ExpertNode}
+    factories: dict[SlotKey, NodeFactory] = {Slot.PRE_DISPATCH_COMPUTATION: PreDispatchNode, Slot.MLP: ExpertNode}
     if kind.is_moe:
         factories[Slot.MOE_DISPATCH] = DispatchNode
         factories[Slot.MOE_COMBINE] = CombineExchangeNode if split_combine else CombineNode
@@ -165,23 +175,21 @@ def _factories(kind: LayerKind, split_combine: bool) -> dict[Slot, NodeFactory]:
     return factories
 
 
-def _build_node(factory: NodeFactory, slot: Slot, layer: Module) -> ScheduleNode:
+def _build_node(factory: NodeFactory, slot: SlotKey, layer: Module) -> ScheduleNode:
     if not callable(factory):
-        raise PlanError(f"nodes[Slot.{slot.name}] is {factory!r}; give a node class or a callable that takes the layer")
+        raise PlanError(f"nodes[{_name(slot)}] is {factory!r}; give a node class or a callable that takes the layer")
     node = factory(layer)
     if not isinstance(node, ScheduleNode):
-        raise PlanError(
-            f"nodes[Slot.{slot.name}] made {node!r} for {type(layer).__name__}; it must return a ScheduleNode"
-        )
+        raise PlanError(f"nodes[{_name(slot)}] made {node!r} for {type(layer).__name__}; it must return a ScheduleNode")
     if node.slot != slot:
         raise PlanError(
-            f"nodes[Slot.{slot.name}] is {type(node).__name__}, which is a node for {node.slot}; "
+            f"nodes[{_name(slot)}] is {type(node).__name__}, which is a node for {node.slot}; "
             f"put it under its own slot or change its 'slot'"
         )
     return node
 
 
-def _check_handoffs(nodes: Mapping[Slot, ScheduleNode]) -> None:
+def _check_handoffs(nodes: Mapping[SlotKey, ScheduleNode]) -> None:
     """Each handoff is written by one slot and read by one later slot."""
     writers: dict[str, ScheduleNode] = {}
     readers: dict[str, ScheduleNode] = {}
@@ -220,16 +228,49 @@ def _not_implemented(slot: Slot, layer: Module) -> Callable[..., Any]:
     return raise_not_implemented
 
 
-def _fused(first: ScheduleNode, second: ScheduleNode) -> Callable[..., Any]:
-    def run_both(ctx: Any, *inputs: Any) -> Any:
-        outputs = first(ctx, *inputs)
-        return second(ctx, *(outputs if isinstance(outputs, tuple) else (outputs,)))
+def _fused(nodes: list[ScheduleNode]) -> Callable[..., Any]:
+    def run_in_order(ctx: Any, *inputs: Any) -> Any:
+        for node in nodes:
+            outputs = node(ctx, *inputs)
+            inputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return outputs
 
-    return run_both
+    return run_in_order
+
+
+def _root_of(extra: ExtraSlot, among: Mapping[SlotKey, object]) -> Slot:
+    after: Slot | str = extra.after
+    while not isinstance(after, Slot):
+        found = next((key for key in among if isinstance(key, ExtraSlot) and key.name == after), None)
+        if found is None:
+            if after in tuple(Slot):
+                return Slot(after)
+            raise PlanError(f"extra slot {extra.name!r} follows {after!r}, which this plan does not have")
+        after = found.after
+    return after
+
+
+def _in_order(factories: Mapping[SlotKey, NodeFactory]) -> list[SlotKey]:
+    """The slots in forward order: each extra slot directly after the one that it follows."""
+    order: list[SlotKey] = [slot for slot in Slot if slot in factories]
+    extras = [key for key in factories if isinstance(key, ExtraSlot)]
+    names = [key.name for key in extras]
+    if len(set(names)) != len(names):
+        raise PlanError(f"two extra slots share a name: {', '.join(names)}; give each a name of its own")
+    rank = {slot: i for i, slot in enumerate(Slot)}
+    for extra in extras:
+        root = _root_of(extra, factories)
+        at = sum(1 for key in order if rank[key if isinstance(key, Slot) else _root_of(key, factories)] <= rank[root])
+        order.insert(at, extra)
+    return order
 
 
 def _names(slots: Any) -> str:
-    return ", ".join(f"Slot.{slot.name}" for slot in slots)
+    return ", ".join(map(_name, slots))
+
+
+def _name(slot: SlotKey) -> str:
+    return f"Slot.{slot.name}" if isinstance(slot, Slot) else f"ExtraSlot({slot.name!r})"
 
 
 def _spelling(factory: object) -> str:

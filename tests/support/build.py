@@ -127,7 +127,8 @@ def reset_globals(seed: int) -> None:
 
 
 def make_microbatches(cell: Cell) -> list[Microbatch]:
-    """The cell's microbatches; different on every data-parallel rank, equal on the ranks of one tensor-parallel group."""
+    """The cell's microbatches; different on every data-parallel rank, equal on the ranks of one tensor-parallel
+    group."""
     rank = parallel_state.get_data_parallel_rank()
     generator = torch.Generator().manual_seed(cell.seed * 1000 + rank)
     return [_microbatch(cell, index, generator) for index in range(cell.num_microbatches)]

@@ -17,7 +17,8 @@ from tests.support.world import LAYERNODES, MEGATRON, run_cells
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the selected cells and print each verdict and the totals; exit code 1 if any is wrong, rounding or crashed."""
+    """Run the selected cells and print each verdict and the totals; exit code 1 if any is wrong, rounding or
+    crashed."""
     options = _parse(arguments)
     cells = [cell for cell in CELLS if _selected(cell, options)]
     print(f"{len(cells)} of {len(CELLS)} cells", flush=True)

@@ -1,4 +1,5 @@
-"""What Megatron's local layer specs lack on a CPU: norms under sequence parallel, attention for MLA and THD, grouped experts."""
+"""What Megatron's local layer specs lack on a CPU: norms under sequence parallel, attention for MLA and THD, grouped
+experts."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def sequence_parallel_norm(config: Any, hidden_size: int, eps: float = 1e-5, **_
 
 
 class OwnAttention(MegatronModule):
-    """Causal attention in plain torch with any head sizes, over ``[s, b, heads, size]`` or packed ``[t, heads, size]``."""
+    """Causal attention in plain torch with any head sizes, over ``[s, b, heads, size]`` or packed ``[t, heads,
+    size]``."""
 
     def __init__(
         self,

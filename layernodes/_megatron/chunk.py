@@ -1,0 +1,186 @@
+"""A Megatron-Core ``GPTModel`` chunk: its layers, its ends, and the state of one microbatch.
+
+Mirrors ``GPTModel.forward`` and ``TransformerModelChunkSchedulePlan`` of megatron-core 0.19.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Final, final
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module, float16_to_fp32, fp32_to_float16
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Module
+
+from layernodes._megatron.layer import begin_decoder, end_decoder
+from layernodes._megatron.shared_parameters import SharedParameters, Site
+from layernodes._megatron.support import check_block_kwargs
+from layernodes.errors import UnsupportedLayerError
+
+_ARGUMENTS: Final = tuple(name for name in inspect.signature(GPTModel.forward).parameters if name != "self")
+_IGNORED: Final = ("inference_context", "inference_params")
+
+
+class ChunkState:
+    """The state of one chunk and microbatch, with the attributes of Megatron-Core's ``ModelChunkState``."""
+
+
+@final
+class GPTChunk:
+    """One part (pipeline, virtual pipeline, or whole) of a GPT model, without its layers' nodes.
+
+    Args:
+        model: a ``GPTModel``, possibly wrapped in ``Float16Module`` or DistributedDataParallel.
+
+    Raises:
+        UnsupportedLayerError: it is, or wraps, something else.
+    """
+
+    def __init__(self, model: Module) -> None:
+        self.model, self._float16 = _unwrap(model)
+        self.decoder_layers: tuple[Module, ...] = tuple(self.model.decoder.layers)
+        mtp = getattr(self.model, "mtp", None)
+        self.mtp_layers: tuple[Module, ...] = ()
+        if mtp is not None:
+            self.mtp_layers = tuple(mtp.layers)
+            if mtp.mtp_use_repeated_layer:
+                self.mtp_layers = self.mtp_layers[:1] * int(mtp.config.mtp_num_layers)
+        self.has_post_process = bool(self.model.post_process)
+        self._shared = SharedParameters.of(self.model)
+
+    def new_state(self, batch: Mapping[str, Any]) -> Any:
+        """The state of a microbatch whose arguments to ``model.forward`` are ``batch``.
+
+        Raises:
+            UnsupportedLayerError: an argument that the split path does not pass on.
+            TypeError: an argument that ``model.forward`` does not have, or lacks.
+        """
+        state: Any = ChunkState()
+        arguments = dict(batch)
+        state.hidden_states = arguments.pop("hidden_states", None)
+        unknown = sorted(arguments.keys() - set(_ARGUMENTS))
+        if unknown:
+            raise TypeError(
+                f"batch has {', '.join(unknown)}, which GPTModel.forward does not take; it takes "
+                f"{', '.join(_ARGUMENTS)}, and a chunk without pre-process also hidden_states"
+            )
+        for name in _IGNORED:
+            if arguments.pop(name, None) is not None:
+                raise UnsupportedLayerError(
+                    f"batch has {name}; schedules are for training, leave it out", field=name, value=batch[name]
+                )
+        check_block_kwargs(arguments.get("extra_block_kwargs"))
+        for name in _ARGUMENTS:
+            if name not in _IGNORED:
+                setattr(state, name, arguments.get(name))
+        if self._float16 is not None and self.model.pre_process:
+            convert = self._float16.float16_convertor
+            for name in _ARGUMENTS:
+                value = getattr(state, name, None)
+                if isinstance(value, Tensor):
+                    setattr(state, name, fp32_to_float16(value, convert))
+        state.model = self.model
+        state.context = state.context_mask = state.attention_bias = None
+        return state
+
+    def begin_microbatch(self) -> None:
+        """What ``GPTModel.forward`` does before its first computation."""
+        if self.model.config.fine_grained_activation_offloading:
+            self.model.preprocess_for_fine_grained_offloading()
+        if self.model.config.moe_paged_stash:
+            self.model.preprocess_for_paged_stash()
+
+    def pre_process(self, state: Any, hidden: Tensor | None) -> Tensor:
+        """Embed, or take the previous part's hidden states; set up rotary inputs and masks. Returns ``[s, b, h]``."""
+        model = self.model
+        if hidden is not None:
+            state.decoder_input = hidden
+        if not model.pre_process:
+            model.set_input_tensor(hidden)  # rotary embeddings read their length off it
+        (
+            decoder_input,
+            state.rotary_pos_emb,
+            state.rotary_pos_cos,
+            state.rotary_pos_sin,
+            state.sequence_len_offset,
+            state.padding_mask,
+        ) = model._preprocess(
+            input_ids=state.input_ids,
+            position_ids=state.position_ids,
+            decoder_input=state.decoder_input,
+            packed_seq_params=state.packed_seq_params,
+            padding_mask=state.padding_mask,
+        )
+        if not model.pre_process:
+            model.set_input_tensor(None)
+        output: Tensor = decoder_input
+        if not self.decoder_layers:
+            output = begin_decoder(state, output)
+            if not self.mtp_layers:
+                output = end_decoder(state, output)
+        return output
+
+    def post_process(self, state: Any, hidden: Tensor) -> Tensor:
+        """Logits ``[b, s, vocab]``, or the loss of each token ``[b, s]`` where labels are given."""
+        output: Tensor = self.model._postprocess(
+            hidden_states=hidden,
+            input_ids=state.input_ids,
+            position_ids=state.position_ids,
+            labels=state.labels,
+            decoder_input=None,
+            rotary_pos_emb=state.rotary_pos_emb,
+            rotary_pos_cos=state.rotary_pos_cos,
+            rotary_pos_sin=state.rotary_pos_sin,
+            mtp_in_postprocess=False,
+            loss_mask=state.loss_mask,
+            attention_mask=state.attention_mask,
+            padding_mask=state.padding_mask,
+            packed_seq_params=state.packed_seq_params,
+            sequence_len_offset=state.sequence_len_offset,
+            runtime_gather_output=state.runtime_gather_output,
+            extra_block_kwargs=state.extra_block_kwargs,
+            output_processor=state.output_processor,
+            output_processor_context=state.output_processor_context,
+        )
+        return output if self._float16 is None else float16_to_fp32(output)
+
+    def sites(self, place: str) -> tuple[Site, ...]:
+        """Where ``pre_process`` or ``post_process`` holds parameters that other nodes use too."""
+        return self._shared.pre_process if place == "pre_process" else self._shared.post_process
+
+    def layer_sites(self, *, is_mtp: bool, is_first_slot: bool) -> tuple[Site, ...]:
+        """Where a slot of a layer holds parameters that other nodes use too."""
+        if not is_mtp:
+            return ()
+        return self._shared.mtp_all + (self._shared.mtp_first if is_first_slot else ())
+
+    def exchange_groups(self) -> tuple[ProcessGroup, ...]:
+        """The groups over which the chunk's MoE layers exchange tokens, each once."""
+        groups: dict[int, ProcessGroup] = {}
+        for layer in (*self.decoder_layers, *self.mtp_layers):
+            inner = getattr(layer, "mtp_model_layer", layer)
+            dispatcher = getattr(inner.mlp, "token_dispatcher", None)
+            if dispatcher is not None and dispatcher.tp_ep_group.size() > 1:
+                groups[id(dispatcher.tp_ep_group)] = dispatcher.tp_ep_group
+        return tuple(groups.values())
+
+
+def _unwrap(model: Module) -> tuple[Any, Float16Module | None]:
+    float16: Float16Module | None = None
+    inner: Any = model
+    while not isinstance(inner, GPTModel):
+        if isinstance(inner, Float16Module):
+            float16 = inner
+        inner = getattr(inner, "module", None)
+        if not isinstance(inner, Module):
+            raise UnsupportedLayerError(
+                f"{type(model).__name__} is no GPTModel and wraps none; pass a GPTModel chunk, or build the "
+                f"plans of your "
+                f"own layers with LayerPlan.build and join them with ChunkPlan.of",
+                field="model",
+                value=type(model),
+            )
+    return inner, float16

@@ -1,0 +1,222 @@
+"""A model chunk as nodes: pre-process, layer plans (decoder, then MTP), post-process. Built once, reused by all
+microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch.distributed import ProcessGroup
+from torch.nn import Module
+
+from layernodes._megatron.chunk import GPTChunk
+from layernodes._megatron.shared_parameters import Site, shared_sites
+from layernodes.errors import PlanError
+from layernodes.plan.chunk_run import ChunkRun
+from layernodes.plan.layer_plan import LayerPlan, NodeFactory, SlotKey
+from layernodes.plan.shape import ChunkShape, LayerShape, SlotShape
+from layernodes.slots import POST_PROCESS, PRE_PROCESS, Slot, StreamType
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkPlace:
+    """One slot of a chunk, in forward order, with all that running it takes.
+
+    Attributes:
+        layer: number of the layer; None for the chunk's ends.
+        slot: name of the slot.
+        stream: where it runs.
+        node: called ``node(ctx, *inputs)``; None for a pass-through.
+        frees_input, touches_rng: what the node says of itself.
+        sites: where it holds parameters that other nodes of the chunk use too.
+        is_first_layer, is_last_layer, is_mtp: what the node is told of its layer.
+    """
+
+    layer: int | None
+    slot: str
+    stream: StreamType
+    node: Callable[..., Any] | None
+    frees_input: bool = False
+    touches_rng: bool = True
+    sites: tuple[Site, ...] = ()
+    is_first_layer: bool = False
+    is_last_layer: bool = False
+    is_mtp: bool = False
+
+
+@final
+class ChunkPlan:
+    """The nodes of one model chunk. Build with ``ChunkPlan.build`` or ``ChunkPlan.of``; attributes are read-only.
+
+    Attributes:
+        shape: what schedules for the chunk are checked against.
+        layers: the layer plans, decoder first, then MTP; a repeated MTP layer stands once for each repetition.
+        places: every slot in forward order, ends and pass-throughs included.
+    """
+
+    __slots__ = ("_chunk", "layers", "places", "shape")
+
+    _chunk: GPTChunk | None
+    shape: ChunkShape
+    layers: tuple[LayerPlan, ...]
+    places: tuple[ChunkPlace, ...]
+
+    def __init__(self, layers: Sequence[LayerPlan], chunk: GPTChunk | None) -> None:
+        num_decoder = len(layers) if chunk is None else len(chunk.decoder_layers)
+        shape = ChunkShape(
+            layers=tuple(_layer_shape(plan, is_mtp=i >= num_decoder) for i, plan in enumerate(layers)),
+            pre_process=chunk is not None,
+            post_process=chunk is not None and chunk.has_post_process,
+        )
+        set_once = super().__setattr__
+        set_once("_chunk", chunk)
+        set_once("layers", tuple(layers))
+        set_once("shape", shape)
+        set_once("places", tuple(_places(layers, shape, num_decoder, chunk)))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"ChunkPlan is immutable; build another plan instead of setting {name!r}")
+
+    @staticmethod
+    def build(
+        model: Module, *, nodes: Mapping[SlotKey, NodeFactory] | None = None, split_combine: bool = False
+    ) -> ChunkPlan:
+        """Build the plan of any part of a ``GPTModel``: whole, a pipeline or virtual-pipeline part, an empty one.
+
+        Args:
+            model: the model chunk, possibly wrapped in ``Float16Module`` or DistributedDataParallel.
+            nodes: node class or factory by slot, for every layer that has the slot.
+            split_combine: put everything after the combine exchange into a slot of its own on the compute stream.
+
+        Raises:
+            UnsupportedLayerError: a model, layer or configuration that is not handled.
+            PlanError: ``nodes`` does not fit; a slot that no layer has.
+        """
+        chunk = GPTChunk(model)
+        built: dict[Module, LayerPlan] = {}
+        given = dict(nodes or {})
+        used: set[SlotKey] = set()
+        for layer in (*chunk.decoder_layers, *chunk.mtp_layers):
+            if layer not in built:
+                fitting = {slot: node for slot, node in given.items() if LayerPlan.has_slot(layer, slot, split_combine)}
+                used |= fitting.keys()
+                built[layer] = LayerPlan.build(layer, nodes=fitting, split_combine=split_combine)
+        unused = [str(slot) for slot in given if slot not in used]
+        if unused and built:
+            raise PlanError(f"nodes names {', '.join(unused)}, which no layer of this chunk has; leave it out")
+        return ChunkPlan([built[layer] for layer in (*chunk.decoder_layers, *chunk.mtp_layers)], chunk)
+
+    @staticmethod
+    def of(layers: Sequence[LayerPlan]) -> ChunkPlan:
+        """Join layer plans, without ends and without a model; a batch is then the first layer's input.
+
+        Raises:
+            PlanError: something else than layer plans.
+        """
+        for plan in layers:
+            if not isinstance(plan, LayerPlan):
+                raise PlanError(
+                    f"ChunkPlan.of joins layer plans, found {type(plan).__name__}; use LayerPlan.build(layer)"
+                )
+        return ChunkPlan(layers, None)
+
+    def open(self, batch: Any) -> ChunkRun:
+        """Begin one microbatch; a runner takes it from there, in one call or in several.
+
+        Args:
+            batch: the keyword arguments of ``model.forward`` (and ``hidden_states`` for a chunk without pre-process);
+            for
+                ``ChunkPlan.of`` the input tensor, or the tensor and a dict of attributes for the chunk state.
+        """
+        return ChunkRun(self, self._chunk, batch)
+
+    def exchange_groups(self) -> tuple[ProcessGroup, ...]:
+        """The process groups over which the chunk exchanges tokens."""
+        return () if self._chunk is None else self._chunk.exchange_groups()
+
+    def __repr__(self) -> str:
+        return f"ChunkPlan({self.shape})"
+
+
+def _layer_shape(plan: LayerPlan, *, is_mtp: bool) -> LayerShape:
+    absent = [slot for slot in Slot if slot not in plan.nodes and slot is not Slot.POST_COMBINE]
+    slots: list[SlotShape] = []
+    names = [*plan.nodes]
+    for slot in Slot:
+        if slot in absent:
+            stream = StreamType.COMM if slot in (Slot.MOE_DISPATCH, Slot.MOE_COMBINE) else StreamType.COMPUTE
+            slots.append(SlotShape(name=slot.value, stream=stream, passthrough=True))
+        elif slot in plan.nodes:
+            slots.append(SlotShape(name=slot.value, stream=plan.nodes[slot].stream))
+        slots += [
+            SlotShape(name=key.name, stream=plan.nodes[key].stream)
+            for key in names
+            if not isinstance(key, Slot) and plan.root_of(key) is slot
+        ]
+    return LayerShape(kind="moe" if plan.is_moe else "dense", slots=tuple(slots), mtp=is_mtp)
+
+
+def _places(
+    layers: Sequence[LayerPlan], shape: ChunkShape, num_decoder: int, chunk: GPTChunk | None
+) -> list[ChunkPlace]:
+    nodes = [{_name(slot): node for slot, node in plan.nodes.items()} for plan in layers]
+    own_sites = (
+        {}
+        if chunk is not None
+        else dict(
+            zip(
+                [(i, name) for i, of_layer in enumerate(nodes) for name in of_layer],
+                shared_sites([node.modules() for of_layer in nodes for node in of_layer.values()]),
+                strict=True,
+            )
+        )
+    )
+    places = []
+    for number, slot in shape.places():
+        if number is None:
+            assert chunk is not None
+            run_end = chunk.pre_process if slot.name == PRE_PROCESS else chunk.post_process
+            places.append(
+                ChunkPlace(
+                    layer=None,
+                    slot=slot.name,
+                    stream=slot.stream,
+                    node=_end_node(run_end, is_head=slot.name == PRE_PROCESS),
+                    sites=chunk.sites(slot.name),
+                )
+            )
+            continue
+        node = nodes[number].get(slot.name)
+        is_mtp = number >= num_decoder
+        first, last = (num_decoder, len(layers) - 1) if is_mtp else (0, num_decoder - 1)
+        is_first_slot = slot.name == Slot.PRE_DISPATCH_COMPUTATION
+        places.append(
+            ChunkPlace(
+                layer=number,
+                slot=slot.name,
+                stream=slot.stream,
+                node=node,
+                frees_input=node is not None and node.frees_input(),
+                touches_rng=node is not None and node.touches_rng(),
+                sites=own_sites.get((number, slot.name), ())
+                if chunk is None
+                else chunk.layer_sites(is_mtp=is_mtp, is_first_slot=is_first_slot),
+                is_first_layer=number == first,
+                is_last_layer=number == last,
+                is_mtp=is_mtp,
+            )
+        )
+    assert POST_PROCESS not in {place.slot for place in places} or chunk is not None
+    return places
+
+
+def _end_node(run_end: Callable[..., Any], *, is_head: bool) -> Callable[..., Any]:
+    if is_head:
+        return lambda ctx, hidden=None: run_end(ctx.chunk_state, hidden)
+    return lambda ctx, hidden: run_end(ctx.chunk_state, hidden)
+
+
+def _name(slot: SlotKey) -> str:
+    return slot.value if isinstance(slot, Slot) else slot.name

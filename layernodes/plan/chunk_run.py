@@ -1,0 +1,179 @@
+"""One microbatch on one chunk: opened once, its steps run in any valid order with other microbatches', then empty."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor
+
+from layernodes._megatron.chunk import ChunkState, GPTChunk
+from layernodes._megatron.shared_parameters import SharedGradients
+from layernodes.errors import NodeStateError
+from layernodes.plan.slot_run import LayerState, SlotRun, Values
+from layernodes.state import handoffs_of
+
+if TYPE_CHECKING:
+    from layernodes.plan.chunk_plan import ChunkPlace, ChunkPlan
+
+
+@final
+class ChunkRun:
+    """The state of one microbatch on one chunk; ``ChunkPlan.open`` makes one.
+
+    It may stay open between calls of a runner: forward in one, backward in another.
+
+    Attributes:
+        plan: the chunk's plan.
+        output: what the chunk returned, without a graph; None until its forward is done.
+        input_grad: gradient of the chunk's input; None until its backward is done, and where there is none.
+    """
+
+    __slots__ = (
+        "_gradient",
+        "_input",
+        "_layer_states",
+        "_shared",
+        "_slots",
+        "_state",
+        "_value",
+        "input_grad",
+        "output",
+        "plan",
+    )
+
+    def __init__(self, plan: ChunkPlan, chunk: GPTChunk | None, batch: Any) -> None:
+        self.plan = plan
+        self.output: Any = None
+        self.input_grad: Tensor | None = None
+        self._state, given = _begin(chunk, batch)
+        self._value: Values | None = () if given is None else (given,)
+        self._gradient: Values | None = None
+        self._layer_states: list[LayerState] = [LayerState() for _ in plan.layers]
+        self._slots: list[SlotRun | None] = [None] * len(plan.places)
+        self._shared = SharedGradients()
+
+    def forward(self, index: int, stream: torch.Stream | None) -> None:
+        """Run the forward of the slot at place ``index``."""
+        place = self.plan.places[index]
+        if place.node is None:
+            return
+        if self._value is None or self._slots[index] is not None:
+            raise NodeStateError(f"F of {_text(place)} runs a second time for one microbatch; a run is used once")
+        slot = SlotRun(
+            None if place.layer is None else self._layer_states[place.layer],
+            self._state,
+            is_first_layer=place.is_first_layer,
+            is_last_layer=place.is_last_layer,
+            is_mtp=place.is_mtp,
+        )
+        previous, self._value = self._value, None
+        self._value = slot.forward(
+            place.node,
+            previous,
+            frees_input=place.frees_input,
+            stream=stream,
+            sites=place.sites,
+            shared=self._shared,
+        )
+        if torch.is_grad_enabled():
+            self._slots[index] = slot
+
+    def end_forward(self) -> Any:
+        """Take the chunk's output, without its graph; checks that every handoff was taken."""
+        if self._value is None:
+            raise NodeStateError("the forward of this microbatch has not run; run its F steps first")
+        for number, state in enumerate(self._layer_states):
+            pending = handoffs_of(state).pending()
+            if pending:
+                raise NodeStateError(
+                    f"layer {number} left handoffs that nobody took: {', '.join(pending)}; take each declared handoff"
+                )
+        detached = tuple(t.detach() if isinstance(t, Tensor) else t for t in self._value)
+        self._value = None
+        self.output = detached[0] if len(detached) == 1 else detached
+        return self.output
+
+    def begin_backward(self, gradient: Any) -> None:
+        """Hand over the gradient of the output; None: ones like it."""
+        if gradient is None:
+            outputs = self.output if isinstance(self.output, tuple) else (self.output,)
+            self._gradient = tuple(
+                torch.ones_like(t) if isinstance(t, Tensor) and t.is_floating_point() else None for t in outputs
+            )
+        else:
+            self._gradient = gradient if isinstance(gradient, tuple) else (gradient,)
+
+    def backward(self, index: int) -> None:
+        """Run the backward of the slot at place ``index``."""
+        place = self.plan.places[index]
+        if place.node is None:
+            return
+        slot, self._slots[index] = self._slots[index], None
+        if slot is None or self._gradient is None:
+            raise NodeStateError(
+                f"B of {_text(place)} runs before its F, or a second time; run each slot's F first, and each B once"
+            )
+        gradient, self._gradient = self._gradient, None
+        self._gradient = slot.backward(gradient)
+
+    def end_backward(self) -> Tensor | None:
+        """Take the gradient of the chunk's input; None where there is none."""
+        gradient, self._gradient = self._gradient, None
+        self.input_grad = gradient[0] if gradient else None
+        return self.input_grad
+
+    def close(self) -> None:
+        """Forget everything but ``output`` and ``input_grad``."""
+        for slot in self._slots:
+            if slot is not None:
+                slot.close()
+        self._slots = [None] * len(self._slots)
+        self._layer_states = []
+        self._state = None
+        self._value = self._gradient = None
+        self._shared = SharedGradients()
+
+
+def _begin(chunk: GPTChunk | None, batch: Any) -> tuple[Any, Tensor | None]:
+    """The chunk state of a batch, and the tensor that its first place works on, as a leaf of our own."""
+    if chunk is None:
+        tensor, attributes = batch if isinstance(batch, tuple) else (batch, {})
+        if not isinstance(tensor, Tensor) or not isinstance(attributes, Mapping):
+            raise TypeError(
+                f"a batch of ChunkPlan.of is a tensor, or (tensor, dict for the chunk state); found "
+                f"{type(batch).__name__}"
+            )
+        state: Any = ChunkState()
+        for name, value in {**_NO_MODEL, **attributes}.items():
+            setattr(state, name, value)
+        return state, tensor
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"a batch is a dict of model.forward's keyword arguments; found {type(batch).__name__}")
+    chunk.begin_microbatch()
+    state = chunk.new_state(batch)
+    given = state.decoder_input if chunk.model.pre_process else state.hidden_states
+    state.hidden_states = None
+    if given is None and not chunk.model.pre_process:
+        raise TypeError("this chunk has no pre-process: its batch needs hidden_states, the previous part's output")
+    return state, given
+
+
+_NO_MODEL = dict.fromkeys(
+    (
+        "attention_mask",
+        "rotary_pos_emb",
+        "rotary_pos_cos",
+        "rotary_pos_sin",
+        "packed_seq_params",
+        "sequence_len_offset",
+        "padding_mask",
+        "extra_block_kwargs",
+        "model",
+    )
+)
+
+
+def _text(place: ChunkPlace) -> str:
+    return place.slot if place.layer is None else f"L{place.layer}.{place.slot}"

@@ -1,0 +1,87 @@
+"""The ranks that exchange tokens check that they hold the same schedule.
+
+Ranks with different schedules would wait in different collectives for ever. So, on every run and for every group over
+which
+the chunk exchanges tokens, each rank gathers all ranks' fingerprints: issued before the first step, on a CPU group of
+its
+own so that it crosses no other collective, and awaited before the first communication step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from layernodes.errors import RankMismatchError
+
+_NUM_BYTES = 32
+
+
+def fingerprint(text: str) -> Tensor:
+    """The SHA-256 of a text, as 32 bytes."""
+    return torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
+
+
+@final
+class RankCheck:
+    """Compares fingerprints over groups; makes the CPU side group of each once."""
+
+    def __init__(self) -> None:
+        self._side_groups: dict[tuple[int, ...], ProcessGroup] = {}
+
+    def issue(self, groups: Iterable[ProcessGroup], mine: Tensor) -> PendingCheck:
+        """Start gathering the fingerprints of every group."""
+        pending: list[tuple[Any, Sequence[int], list[Tensor]]] = []
+        for group in groups:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            found = [torch.empty(_NUM_BYTES, dtype=torch.uint8, device="cpu") for _ in ranks]
+            work = dist.all_gather(found, mine, group=self._side_group(ranks), async_op=True)
+            pending.append((work, ranks, found))
+        return PendingCheck(mine, pending)
+
+    def close(self) -> None:
+        """Give the side groups back."""
+        while self._side_groups:
+            _, group = self._side_groups.popitem()
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+
+    def _side_group(self, ranks: tuple[int, ...]) -> ProcessGroup:
+        if ranks not in self._side_groups:
+            group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+            assert isinstance(group, ProcessGroup)
+            self._side_groups[ranks] = group
+        return self._side_groups[ranks]
+
+
+@final
+class PendingCheck:
+    """A check that has been issued and not awaited."""
+
+    def __init__(self, mine: Tensor, pending: list[tuple[Any, Sequence[int], list[Tensor]]]) -> None:
+        self._mine = mine
+        self._pending = pending
+
+    def wait(self) -> None:
+        """Wait for the fingerprints and compare them; does nothing the second time.
+
+        Raises:
+            RankMismatchError: a rank of a group holds another schedule; raised on all of its ranks.
+        """
+        pending, self._pending = self._pending, []
+        for work, ranks, found in pending:
+            work.wait()
+            if any(not torch.equal(one, found[0]) for one in found):
+                mine = [rank for rank, one in zip(ranks, found, strict=True) if torch.equal(one, self._mine)]
+                others = [rank for rank in ranks if rank not in mine]
+                raise RankMismatchError(
+                    f"ranks {others} hold another schedule than ranks {mine}, and they exchange tokens with "
+                    f"each other; "
+                    f"give all ranks of an expert-parallel group the same schedule and number of microbatches"
+                )

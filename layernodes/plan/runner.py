@@ -1,0 +1,326 @@
+"""Runs a schedule over the microbatches of a chunk, on inline, thread or accelerator streams, with the plain layer's
+bits.
+
+check the schedule against the chunk's shape; compile it (both once for each schedule)
+open a chunk run for each microbatch
+issue the ranks' comparison of schedules
+let the streams perform each step, in lane order and after what it waits for
+take outputs and gradients, close the runs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor
+
+from layernodes.errors import NodeStateError, RankMismatchError, ScheduleError, StepError
+from layernodes.plan.chunk_plan import ChunkPlan
+from layernodes.plan.chunk_run import ChunkRun
+from layernodes.plan.program import LANES, Op, Program, compile_steps
+from layernodes.plan.ranks import PendingCheck, RankCheck, fingerprint
+from layernodes.plan.rng import RngMode, StepGenerators
+from layernodes.plan.rules import Mode, Rules
+from layernodes.plan.schedule import PairSchedule, Schedule
+from layernodes.plan.step import Step
+from layernodes.plan.timeline import Interval, Timeline
+from layernodes.plan.validate import check
+from layernodes.slots import Phase
+from layernodes.streams import DeviceStreams, InlineStreams, Spans, Streams, ThreadStreams
+
+StepCallback = Callable[[Step], None]
+
+
+class StreamKind(StrEnum):
+    """Which streams a runner uses; ``auto``: the accelerator's where there is one, else threads."""
+
+    AUTO = "auto"
+    CUDA = "cuda"
+    THREADS = "threads"
+    INLINE = "inline"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What a run returned; nothing of it holds a graph.
+
+    Attributes:
+        outputs: what the chunk returned, by microbatch.
+        input_grads: gradient of the chunk's input, by microbatch; None where there is none.
+        timeline: what ran where and when.
+    """
+
+    outputs: tuple[Any, ...]
+    input_grads: tuple[Tensor | None, ...]
+    timeline: Timeline
+
+
+@final
+class Runner:
+    """Runs schedules. Use it as a context manager, or ``close`` it.
+
+    Args:
+        streams: ``"auto"``, ``"cuda"`` (any accelerator), ``"threads"`` or ``"inline"``.
+        rng: ``"plain"``: random numbers are drawn in the order in which steps run; ``"per_step"``: each step's depend
+        on the
+            state at the start, its microbatch, layer and slot alone, so that every order gives the same bits.
+        before_step, after_step: called with each step, on its thread, around it.
+
+    Raises:
+        ValueError: an unknown kind of streams or random numbers.
+        NodeStateError: ``"cuda"`` without an accelerator.
+    """
+
+    def __init__(
+        self,
+        streams: StreamKind | str = StreamKind.AUTO,
+        *,
+        rng: RngMode | str = RngMode.PLAIN,
+        before_step: StepCallback | None = None,
+        after_step: StepCallback | None = None,
+    ) -> None:
+        self._streams = _make_streams(StreamKind(streams))
+        self._rng = RngMode(rng)
+        self._before_step = before_step
+        self._after_step = after_step
+        self._ranks = RankCheck()
+        self._compiled: dict[tuple[int, ...], _Compiled] = {}
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back what the runner holds; it cannot run afterwards."""
+        self._closed = True
+        self._compiled.clear()
+        self._ranks.close()
+
+    def run(
+        self,
+        schedule: Schedule,
+        chunk: ChunkPlan,
+        batches: Sequence[Any],
+        loss_grads: Sequence[Any] | None = None,
+    ) -> RunResult:
+        """Run a schedule; a schedule without ``B`` steps runs forward only, without recording graphs.
+
+        Args:
+            schedule: names microbatches 0 to ``len(batches) - 1``.
+            chunk: the chunk.
+            batches: what ``ChunkPlan.open`` takes, by microbatch.
+            loss_grads: gradient of each microbatch's output, of its shape; None: ones.
+
+        Raises:
+            ScheduleError: the schedule is not valid for the chunk; nothing has run.
+            RankMismatchError: another rank of an expert-parallel group holds another schedule.
+            StepError: a step raised; names it. Gradients accumulated until then stay.
+        """
+        if loss_grads is not None and len(loss_grads) != len(batches):
+            raise ScheduleError(f"{len(loss_grads)} loss_grads for {len(batches)} batches; give one for each")
+        trains = any(step.phase is not Phase.F for step in schedule)
+        compiled = self._compile_schedule(schedule, chunk, len(batches), Mode.TRAIN if trains else Mode.FORWARD)
+        with torch.set_grad_enabled(trains):
+            runs = [chunk.open(batch) for batch in batches]
+            try:
+                timeline = self._perform(compiled, runs, chunk, loss_grads)
+                return RunResult(
+                    outputs=tuple(run.output for run in runs),
+                    input_grads=tuple(run.input_grad for run in runs),
+                    timeline=timeline,
+                )
+            finally:
+                for run in runs:
+                    run.close()
+
+    def run_pair(
+        self,
+        schedule: PairSchedule,
+        forward: ChunkRun | None,
+        backward: ChunkRun | None,
+        loss_grad: Any = None,
+    ) -> Timeline:
+        """Run a pair: the forward of one chunk run against the backward of another, opened in an earlier call.
+
+        The output is then at ``forward.output``, the input's gradient at ``backward.input_grad``; ``forward`` stays
+        open.
+
+        Args:
+            schedule: ``F0`` steps of ``forward``, ``B1`` and ``W1`` steps of ``backward``.
+            forward, backward: chunk runs, of the same chunk or of two; either may be None.
+            loss_grad: gradient of the output of ``backward``; None: ones.
+
+        Raises:
+            ScheduleError, RankMismatchError, StepError: as ``run``.
+        """
+        chunks = (None if forward is None else forward.plan, None if backward is None else backward.plan)
+        compiled = self._compile_pair(schedule, *chunks)
+        runs = [forward, backward]
+        grads = [None, loss_grad]
+        try:
+            return self._perform(compiled, runs, chunks[0] or chunks[1], grads)
+        except BaseException:
+            for run in runs:
+                if run is not None:
+                    run.close()
+            raise
+        finally:
+            if backward is not None:
+                backward.close()
+
+    def _perform(
+        self,
+        compiled: _Compiled,
+        runs: Sequence[ChunkRun | None],
+        chunk: ChunkPlan | None,
+        loss_grads: Sequence[Any] | None,
+    ) -> Timeline:
+        if self._closed:
+            raise NodeStateError("this Runner is closed; make another one")
+        groups = () if chunk is None else chunk.exchange_groups()
+        pending = self._ranks.issue(groups, compiled.fingerprint) if groups else None
+        generators = StepGenerators() if self._rng is RngMode.PER_STEP else None
+        performance = _Performance(
+            runs=runs,
+            loss_grads=loss_grads,
+            pending=pending,
+            generators=generators,
+            before_step=self._before_step,
+            after_step=self._after_step,
+        )
+        try:
+            spans = self._streams.run(compiled.program.ops, performance.perform)
+        finally:
+            if generators is not None:
+                generators.leave()
+        if pending is not None:
+            pending.wait()
+        return _timeline(compiled.program, spans)
+
+    def _compile_schedule(self, schedule: Schedule, chunk: ChunkPlan, num_microbatches: int, mode: Mode) -> _Compiled:
+        key = (id(schedule), id(chunk), num_microbatches)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            rules = Rules.of(chunk.shape, num_microbatches, mode)
+            check(schedule.steps, rules)
+            program = compile_steps(schedule.steps, rules, [chunk] * num_microbatches)
+            text = f"{mode} {num_microbatches}\n{schedule}"
+            compiled = self._compiled[key] = _Compiled(program, fingerprint(text), (schedule, chunk))
+        return compiled
+
+    def _compile_pair(self, schedule: PairSchedule, forward: ChunkPlan | None, backward: ChunkPlan | None) -> _Compiled:
+        key = (id(schedule), id(forward), id(backward), -1)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            rules = Rules.of_pair(
+                None if forward is None else forward.shape, None if backward is None else backward.shape
+            )
+            check(schedule.steps, rules)
+            program = compile_steps(schedule.steps, rules, [forward, backward])
+            compiled = self._compiled[key] = _Compiled(
+                program, fingerprint(f"pair\n{schedule}"), (schedule, forward, backward)
+            )
+        return compiled
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A program, with what it was compiled from, kept so that the ids that it is filed under stay theirs."""
+
+    program: Program
+    fingerprint: Tensor
+    sources: tuple[object, ...]
+
+
+@final
+@dataclass(kw_only=True, slots=True)
+class _Performance:
+    """One run of a program: performs its steps and knows which are done."""
+
+    runs: Sequence[ChunkRun | None]
+    loss_grads: Sequence[Any] | None
+    pending: PendingCheck | None
+    generators: StepGenerators | None
+    before_step: StepCallback | None
+    after_step: StepCallback | None
+    completed: list[str]
+
+    def __init__(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            setattr(self, name, value)
+        self.completed = []
+
+    def perform(self, op: Op, stream: torch.Stream | None) -> None:
+        """Run one step; whatever it raises surfaces as StepError."""
+        try:
+            if self.pending is not None and op.lane == 1:
+                self.pending.wait()
+            if self.before_step is not None:
+                self.before_step(op.step)
+            if torch._C._autograd._profiler_enabled():
+                with torch.profiler.record_function(op.text):
+                    self._run(op, stream)
+            else:
+                self._run(op, stream)
+            if self.after_step is not None:
+                self.after_step(op.step)
+        except RankMismatchError:
+            raise
+        except Exception as error:
+            raise StepError(
+                f"{op.text} raised {type(error).__name__}: {error} (layer {op.step.layer}, microbatch "
+                f"{op.step.microbatch}; {len(self.completed)} steps had completed)",
+                step=op.text,
+                layer=op.step.layer,
+                microbatch=op.step.microbatch,
+                completed=self.completed,
+            ) from error
+        self.completed.append(op.text)
+
+    def _run(self, op: Op, stream: torch.Stream | None) -> None:
+        run = self.runs[op.run]
+        assert run is not None
+        if op.step.phase is Phase.F:
+            if self.generators is not None and run.plan.places[op.place].touches_rng:
+                self.generators.enter(op.step)
+            run.forward(op.place, stream)
+            if op.ends_forward:
+                run.end_forward()
+        elif op.step.phase is Phase.B:
+            if op.begins_backward:
+                run.begin_backward(None if self.loss_grads is None else self.loss_grads[op.run])
+            run.backward(op.place)
+            if op.ends_backward:
+                run.end_backward()
+        else:
+            raise NodeStateError(f"{op.text}: this chunk defers no weight gradients")
+
+
+def _make_streams(kind: StreamKind) -> Streams[Op]:
+    if kind is StreamKind.INLINE:
+        return InlineStreams()
+    if kind is StreamKind.THREADS:
+        return ThreadStreams()
+    if kind is StreamKind.CUDA or torch.accelerator.is_available():
+        return DeviceStreams()
+    return ThreadStreams()
+
+
+def _timeline(program: Program, spans: Spans) -> Timeline:
+    return Timeline(
+        tuple(
+            Interval(op.step, LANES[op.lane], start, end) for op, (start, end) in zip(program.ops, spans, strict=True)
+        )
+    )

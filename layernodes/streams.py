@@ -1,0 +1,254 @@
+"""Streams: what runs two lanes of work so that each is a FIFO and each crossing waits.
+
+A lane is a sequence of tasks in order. A task may wait for one of the other lane; everything before that one is then
+done
+too. The three backends give that the same meaning:
+
+    inline     one task after the other, in the order of the whole
+    threads    the caller runs the compute lane, a thread of the run's own the communication lane
+    device     one host thread launches all tasks in order on two accelerator streams, with events between them
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, final
+
+import torch
+
+from layernodes.errors import NodeStateError
+
+NO_WAIT = -1
+
+
+class Task(Protocol):
+    """One task of a lane."""
+
+    @property
+    def lane(self) -> int:
+        """0 for compute, 1 for communication."""
+        ...
+
+    @property
+    def index(self) -> int:
+        """Its index within its lane."""
+        ...
+
+    @property
+    def position(self) -> int:
+        """Its position in the order of the whole."""
+        ...
+
+    @property
+    def waits_for(self) -> int:
+        """Index of the task of the other lane that must be done before it; ``NO_WAIT`` for none."""
+        ...
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a task of the other lane waits for it."""
+        ...
+
+
+Spans = list[tuple[float, float]]
+"""Start and end of each task, by position, in seconds from the start of the run."""
+
+
+class Streams[T: Task](Protocol):
+    """Runs two lanes."""
+
+    def run(self, tasks: Sequence[T], perform: Callable[[T, torch.Stream | None], None]) -> Spans:
+        """Run every task; an exception of ``perform`` ends the run and is raised from here, once.
+
+        Args:
+            tasks: in the order of the whole.
+            perform: called with each task and the accelerator stream it runs on, None on a CPU.
+        """
+        ...
+
+
+@final
+class InlineStreams[T: Task]:
+    """One task after the other."""
+
+    def run(self, tasks: Sequence[T], perform: Callable[[T, torch.Stream | None], None]) -> Spans:
+        """See ``Streams.run``."""
+        spans: Spans = []
+        clock = time.perf_counter
+        start = before = clock()
+        for task in tasks:
+            perform(task, None)
+            now = clock()
+            spans.append((before - start, now - start))
+            before = now
+        return spans
+
+
+@final
+class ThreadStreams[T: Task]:
+    """Two threads: the caller's for the compute lane, one of the run's own for the communication lane.
+
+    The second takes over the caller's grad mode, autocast and default device. It ends with the run; after a failure
+    it ends
+    when the task it is in returns, which for a collective may be the group's timeout, and the run does not wait for
+    that
+    longer than ``patience`` seconds.
+    """
+
+    def __init__(self, patience: float = 0.5) -> None:
+        self._patience = patience
+
+    def run(self, tasks: Sequence[T], perform: Callable[[T, torch.Stream | None], None]) -> Spans:
+        """See ``Streams.run``."""
+        lanes = [[task for task in tasks if task.lane == lane] for lane in (0, 1)]
+        spans: Spans = [(0.0, 0.0)] * len(tasks)
+        progress = _Progress()
+        start = time.perf_counter()
+
+        def work(lane: int) -> None:
+            clock = time.perf_counter
+            for task in lanes[lane]:
+                if not progress.wait(1 - lane, task.waits_for):
+                    return
+                began = clock()
+                try:
+                    perform(task, None)
+                except BaseException as error:
+                    progress.fail(error)
+                    return
+                spans[task.position] = (began - start, clock() - start)
+                progress.advance(lane)
+
+        if not lanes[1]:
+            work(0)
+        else:
+            inherit = _ThreadState()
+
+            def work_on_comm() -> None:
+                with inherit.entered():
+                    work(1)
+
+            thread = threading.Thread(target=work_on_comm, name="layernodes-comm", daemon=True)
+            thread.start()
+            try:
+                work(0)
+            except BaseException as error:  # an interrupt between two tasks
+                progress.fail(error)
+            thread.join(self._patience if progress.error is not None else None)
+            if progress.error is not None:
+                thread.join(self._patience)
+        if progress.error is not None:
+            raise progress.error
+        return spans
+
+
+@final
+class _Progress:
+    """How many tasks each lane has done, and the first failure."""
+
+    __slots__ = ("_changed", "_done", "error")
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._done = [0, 0]
+        self.error: BaseException | None = None
+
+    def wait(self, lane: int, index: int) -> bool:
+        """Wait until ``lane`` has done the task ``index``; False if a task has failed."""
+        done = self._done
+        if done[lane] <= index:
+            with self._changed:
+                while done[lane] <= index and self.error is None:
+                    self._changed.wait()
+        return self.error is None
+
+    def advance(self, lane: int) -> None:
+        """One more task of ``lane`` is done."""
+        with self._changed:
+            self._done[lane] += 1
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the first failure and wake everybody."""
+        with self._changed:
+            if self.error is None:
+                self.error = error
+            self._changed.notify_all()
+
+
+@final
+class _ThreadState:
+    """What torch keeps for each thread, taken in one thread and entered in another."""
+
+    def __init__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
+        ]
+        self._device = torch.get_default_device()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            for kind, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            if self._device.type != "cpu":
+                stack.enter_context(self._device)
+            yield
+
+
+@final
+class DeviceStreams[T: Task]:
+    """Two streams of the current accelerator: the caller's current one for compute, one of its own for communication.
+
+    Args:
+        device: the accelerator; None takes the current one.
+
+    Raises:
+        NodeStateError: there is no accelerator.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        if device is None:
+            device = torch.accelerator.current_accelerator(check_available=True)
+        if device is None:
+            raise NodeStateError("streams='cuda' needs an accelerator and none is available; use 'threads' or 'inline'")
+        self._device = device
+        self._comm = torch.Stream(device=device)
+
+    def run(self, tasks: Sequence[T], perform: Callable[[T, torch.Stream | None], None]) -> Spans:
+        """See ``Streams.run``; spans are measured on the device."""
+        streams = (torch.accelerator.current_stream(self._device), self._comm)
+        events: list[tuple[torch.Event, torch.Event]] = []
+        done: tuple[dict[int, torch.Event], dict[int, torch.Event]] = ({}, {})
+        origin = self._event(streams[0])
+        streams[1].wait_event(origin)
+        try:
+            for task in tasks:
+                stream = streams[task.lane]
+                if task.waits_for != NO_WAIT:
+                    stream.wait_event(_first_at_or_after(done[1 - task.lane], task.waits_for))
+                with stream:
+                    began = self._event(stream)
+                    perform(task, stream)
+                    ended = self._event(stream)
+                events.append((began, ended))
+                if task.is_awaited:
+                    done[task.lane][task.index] = ended
+        finally:
+            streams[0].wait_stream(streams[1])
+        streams[0].synchronize()
+        return [(origin.elapsed_time(a) / 1e3, origin.elapsed_time(b) / 1e3) for a, b in events]
+
+    def _event(self, stream: torch.Stream) -> torch.Event:
+        event = torch.Event(device=self._device, enable_timing=True)
+        event.record(stream)
+        return event
+
+
+def _first_at_or_after(events: dict[int, torch.Event], index: int) -> torch.Event:
+    return events[index]
