@@ -1,7 +1,7 @@
 """Freeing a tensor's storage early, on proof that nobody else uses it.
 
-Contract: ``release(outer, inner)`` empties the storage that a slot's input shares with the output it came from, and
-only when every holder of that storage is known:
+Contract: ``release_inputs`` empties the storage that a slot's input (``inner``) shares with the output it came from
+(``outer``), and only when every holder of that storage is known:
 
     the storage      is held by ``outer``, ``inner`` and the handle through which we look: 3
     ``outer``        is held by its Python object only: 1 (2: the producer's autograd saved it)
@@ -12,6 +12,8 @@ and then the storage is kept. Which names a node has, or which dispatcher a laye
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -38,23 +40,34 @@ def is_sole_holder(tensor: Tensor) -> bool:
 def may_release(outer: Tensor, inner: Tensor) -> bool:
     """Whether the storage shared by ``outer`` (an output) and ``inner`` (its detached copy) has no other user.
 
-    Call it after the forward that consumed ``inner``, while both are alive.
+    Call it after the forward that consumed ``inner``, while both are alive. What it cannot see is a further reference to
+    the very objects ``outer`` and ``inner``: those are the caller's to know.
     """
+    if outer.data_ptr() != inner.data_ptr():
+        return False
     most = 2 if inner.requires_grad else 1  # an input that the slot did not use has no accumulation node
     return num_storage_holders(outer) == 2 and num_tensor_holders(outer) == 1 and num_tensor_holders(inner) <= most
 
 
-def release(outer: Tensor, inner: Tensor, stream: torch.Stream | None = None) -> bool:
-    """Empty the storage that ``outer`` and ``inner`` share where that is proved safe; tell whether it was.
+def release_inputs(
+    outers: Sequence[object], inners: Sequence[object], outputs: Sequence[object], stream: torch.Stream | None = None
+) -> int:
+    """Empty the storage of each input of a slot where that is proved safe; tells how many were emptied.
 
     Args:
-        outer: the producer's output.
-        inner: the consumer's detached input; shares the storage of ``outer``.
-        stream: the accelerator stream that may still be reading it; None on a CPU.
+        outers: the outputs of the slot before.
+        inners: the slot's detached inputs, which share their storages.
+        outputs: what the slot returned; an input returned as it is stays.
+        stream: the accelerator stream that may still be reading the inputs; None on a CPU.
     """
-    if outer.data_ptr() != inner.data_ptr() or not may_release(outer, inner):
-        return False
-    if stream is not None:
-        outer.record_stream(stream)
-    outer.untyped_storage().resize_(0)
-    return True
+    returned = {id(output) for output in outputs}
+    num_released = 0
+    for outer, inner in zip(outers, inners, strict=True):
+        if not isinstance(outer, Tensor) or not isinstance(inner, Tensor) or id(inner) in returned:
+            continue
+        if may_release(outer, inner):
+            if stream is not None:
+                outer.record_stream(stream)
+            outer.untyped_storage().resize_(0)
+            num_released += 1
+    return num_released

@@ -20,7 +20,7 @@ from torch.autograd import Variable
 
 from layernodes._megatron.shared_parameters import SharedGradients, Site, StandIns
 from layernodes.errors import NodeStateError
-from layernodes.release import release
+from layernodes.release import release_inputs
 
 Values = tuple[Any, ...]
 """What passes between slots: mostly tensors; a slot may also return integers' tensors or None."""
@@ -98,9 +98,7 @@ class SlotRun:
             returned = run_node(self, *inner)
         self._outputs = returned if isinstance(returned, tuple) else (returned,)
         if frees_input:
-            for outer_tensor, inner_tensor in zip(previous, inner, strict=True):
-                if isinstance(outer_tensor, Tensor):
-                    release(outer_tensor, inner_tensor, stream)
+            release_inputs(previous, inner, self._outputs, stream)
         return self._outputs
 
     def backward(self, gradients: Values) -> Values:
