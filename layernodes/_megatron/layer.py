@@ -326,7 +326,7 @@ def begin_decoder(chunk: Any, hidden: Tensor) -> Tensor:
     if model is None:
         return hidden
     arguments = {
-        "hidden_states": hidden,
+        "hidden_states": hidden if model.pre_process else None,  # else the block takes its input tensor
         "attention_mask": chunk.attention_mask,
         "inference_context": None,
         "rotary_pos_emb": chunk.rotary_pos_emb,
@@ -362,11 +362,9 @@ def end_decoder(chunk: Any, hidden: Tensor) -> Tensor:
 
 
 def _layer_arguments(ctx: NodeContext, hidden: Tensor) -> dict[str, Any]:
-    """The keyword arguments with which the plain block calls a layer."""
+    """The keyword arguments with which the plain block calls a layer, or an MTP layer its inner one."""
     chunk: Any = ctx.chunk_state
-    extra = chunk.extra_block_kwargs or {}
-    chain = progress_of(chunk).mtp if ctx.is_mtp else None
-    return {
+    arguments = {
         "hidden_states": hidden,
         "attention_mask": chunk.attention_mask,
         "context": None,
@@ -374,11 +372,24 @@ def _layer_arguments(ctx: NodeContext, hidden: Tensor) -> dict[str, Any]:
         "rotary_pos_emb": chunk.rotary_pos_emb,
         "rotary_pos_cos": chunk.rotary_pos_cos,
         "rotary_pos_sin": chunk.rotary_pos_sin,
-        "attention_bias": extra.get("attention_bias"),
+    }
+    if ctx.is_mtp:
+        chain = progress_of(chunk).mtp
+        assert chain is not None
+        arguments |= {"attention_bias": None, "inference_params": None, "padding_mask": chain.padding_mask}
+    else:
+        extra = chunk.extra_block_kwargs or {}
+        arguments |= {
+            "rotary_pos_cos_sin": None,
+            "attention_bias": extra.get("attention_bias"),
+            "inference_context": None,
+            "padding_mask": chunk.padding_mask,
+        }
+    arguments |= {
         "packed_seq_params": chunk.packed_seq_params,
         "sequence_len_offset": chunk.sequence_len_offset,
-        "padding_mask": chunk.padding_mask if chain is None else chain.padding_mask,
     }
+    return arguments
 
 
 def _with_mlp(layer: TransformerLayer, moe: MoELayer) -> TransformerLayer:
@@ -411,11 +422,21 @@ def _run_overlapped_shared_experts(moe: MoELayer, tokens: Tensor) -> Tensor:
     """
     dispatcher = moe.token_dispatcher
     shared = dispatcher.shared_experts
-    if moe.config.moe_token_dispatcher_type == "flex":
+    in_dispatch = moe.config.moe_token_dispatcher_type == "flex"
+    if in_dispatch:
         shared.pre_forward_comm(tokens, wait_current_stream=True)
     shared.linear_fc1_forward_and_act()
+    if in_dispatch:
+        _run_backward_after_gate(shared, tokens)
     shared.linear_fc2_forward()
     shared.post_forward_comm()
     output: Tensor = shared.get_output()
     dispatcher.shared_experts = None
     return output.view(dispatcher.hidden_shape)
+
+
+def _run_backward_after_gate(shared: Any, tokens: Tensor) -> None:
+    """Let the gate's gradient reach the tokens before that of fc1, which the flex dispatcher ranks behind its own."""
+    hidden = shared.cached_fc2_input
+    if shared.gate_score is not None and hidden is not None and hidden.grad_fn is not None and tokens.grad_fn is not None:
+        hidden.grad_fn._set_sequence_nr(tokens.grad_fn._sequence_nr())

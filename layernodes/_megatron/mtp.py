@@ -129,7 +129,6 @@ def _layer_arguments(chunk: Any, chain: MTPChain, hidden: Tensor) -> dict[str, A
         "inference_params": None,
         **_shared_arguments(chunk),
         "embedding": chunk.model.embedding,
-        **(chunk.extra_block_kwargs or {}),
     }
 
 

@@ -141,6 +141,8 @@ class ScheduleNode(ABC):
             raise NodeStateError(
                 f"{type(self).__name__} writes {name!r} as {type(value).__name__}, declared as {spelling(declared)}"
             )
+        if isinstance(value, Tensor) and caller_frees_input(ctx) and not self.keeps_input():
+            value = _own(value)  # it may be an input, whose storage the caller will free
         if isinstance(value, Tensor) and value.requires_grad:
             original, value = value, ctx.detach(value)
             self._audit.wrote(name, original, value)
