@@ -6,7 +6,6 @@ module that prints. Exit codes: 0 as wanted, 1 not so (a mismatch, an error), 2 
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -27,8 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = parser.prog
     try:
         options = parser.parse_args(arguments)
-        name = f"{parser.prog} {options.command.name}"
-        text, exit_code = options.command.run(options)
+        command: Command = options.command
+        name = f"{parser.prog} {command.name}"
+        return command.run(options, _write)
     except UsageError as error:
         _complain(name, error)
         return 2
@@ -37,9 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    if text:
-        print(text, flush=True)
-    return exit_code
 
 
 class _Parser(ArgumentParser):
@@ -66,8 +63,9 @@ def _version() -> str:
         return "(run from a source tree, not installed)"
 
 
+def _write(text: str) -> None:
+    print(text, flush=True)
+
+
 def _complain(name: str, error: LayerNodesError) -> None:
-    """One line on stderr, from one rank only: under a launcher all ranks were given the same arguments."""
-    if isinstance(error, UsageError) and os.environ.get("RANK", "0") != "0":
-        return
     print(f"{name}: error: {error}", file=sys.stderr, flush=True)

@@ -1,24 +1,19 @@
-"""What a subcommand of ``layernodes`` is: its arguments, and a function from parsed options to an outcome."""
+"""What a subcommand of ``layernodes`` is: its arguments, and a function from parsed options to an exit code."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from layernodes.errors import LayerNodesError
+
+Write = Callable[[str], None]
+"""Prints a text and a newline on standard output; commands print through it only."""
 
 
 class UsageError(LayerNodesError, ValueError):
     """A command was given arguments that do not fit; its text is one line and says what to change."""
-
-
-class Outcome(NamedTuple):
-    """What a command has to say, and the process's exit code: 0 as wanted, 1 not so."""
-
-    text: str
-    exit_code: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +23,11 @@ class Command:
     Attributes:
         name, summary: how it is called, and what it does in one line.
         add_arguments: declares its arguments.
-        run: does it. Raises UsageError, before anything heavy, for arguments that do not fit.
+        run: does it, and returns the process's exit code: 0 as wanted, 1 not so. Raises UsageError, before anything
+            heavy, for arguments that do not fit.
     """
 
     name: str
     summary: str
     add_arguments: Callable[[ArgumentParser], None]
-    run: Callable[[Namespace], Outcome]
+    run: Callable[[Namespace, Write], int]

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Final
 
-from layernodes.command import Command, Outcome
+from layernodes.command import Command, Write
 from layernodes.demo.data import read_text
 from layernodes.demo.progress import ProgressBar
 from layernodes.demo.report import render
@@ -37,7 +37,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
 
 
-def _run(options: Namespace) -> Outcome:
+def _run(options: Namespace, write: Write) -> int:
     settings = DemoSettings(**{name: getattr(options, name) for name in DemoSettings.model_fields})
     check_settings(settings, num_ranks=num_launched_ranks())
     text = read_text(settings.text)
@@ -45,10 +45,10 @@ def _run(options: Namespace) -> Outcome:
         progress = ProgressBar(num_ticks(settings), sys.stderr if world.rank == 0 else None)
         report = demonstrate(settings, text, world, tick=progress.tick)
         progress.close()
-    exit_code = 0 if report.verdict.equal else 1
-    if world.rank != 0:
-        return Outcome("", exit_code)
-    return Outcome(report.model_dump_json(indent=2) if options.json else render(report), exit_code)
+        if world.rank == 0:
+            write(report.model_dump_json(indent=2) if options.json else render(report))
+        world.wait_for_all()  # a launcher kills the others as soon as one rank has exited with an error
+    return 0 if report.verdict.equal else 1
 
 
 DEMO: Final = Command(

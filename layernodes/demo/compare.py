@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
 from megatron.core.models.gpt import GPTModel
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
@@ -97,11 +98,11 @@ def run_nodes(
         for index, microbatch in enumerate(microbatches):
             plan = model.build_schedule_plan(microbatch.tokens, microbatch.positions, None, labels=microbatch.labels)
             timer.watch(plan, list(plans.values()), index)
-            output = type(plan).run(plan, previous, b_grad=gradient)
+            output = TransformerModelChunkSchedulePlan.run(plan, previous, b_grad=gradient)
             previous, gradient = plan, _output_gradient(output, len(microbatches))
             outputs.append(output.detach())
             tick(f"nodes F{index}" + (f" B{index - 1}" if index else ""))
-        type(previous).run(None, previous, b_grad=gradient)
+        TransformerModelChunkSchedulePlan.run(None, previous, b_grad=gradient)
         tick(f"nodes B{len(microbatches) - 1}")
     return _end(model, outputs, start)
 

@@ -52,7 +52,7 @@ def make_microbatches(
 ) -> Sequence[Microbatch]:
     """This rank's microbatches: consecutive stretches of the text, dealt out to the ranks in turn.
 
-    A text that is used up starts again from the top, at another place unless it is exactly as long as a stretch.
+    A text that is used up starts again near its top.
     """
     tokens = torch.tensor(list(content), dtype=torch.int64)
     num_starts = len(content) - SEQUENCE_LENGTH

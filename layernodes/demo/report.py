@@ -119,67 +119,66 @@ def render(report: DemoReport) -> str:
 
 def _render_head(report: DemoReport) -> list[str]:
     s = report.settings
-    where = f"{report.num_ranks} rank{'s' * (report.num_ranks > 1)} on {report.device} ({report.backend})"
-    share = s.experts // report.num_ranks
+    experts = f"{s.experts // report.num_ranks} of {_count(s.experts, 'expert')} on each"
     return [
         "layernodes demo: one Megatron-Core model, run plainly and through the nodes",
         "",
-        f"model      {_count_kinds(report.layer_kinds)}; hidden {s.hidden}, {NUM_HEADS} heads, {s.experts} experts, "
-        f"top-{s.topk}; {report.num_parameters:,} parameters",
-        f"text       {report.text_name}, {report.text_bytes:,} bytes; "
-        f"{s.microbatches} microbatches of {BATCH_SIZE} x {SEQUENCE_LENGTH} bytes a rank",
-        f"ranks      {where}; {share} of the {s.experts} experts on each",
-        f"schedule   {_schedule_text(s.microbatches)}",
+        f"model     {_count_kinds(report.layer_kinds)}",
+        f"          hidden {s.hidden}, {NUM_HEADS} heads, top-{s.topk} of {_count(s.experts, 'expert')}, "
+        f"{report.num_parameters:,} parameters a rank",
+        f"text      {report.text_name}, {report.text_bytes:,} bytes, one token each; "
+        f"{_count(s.microbatches, 'microbatch', 'es')} of {BATCH_SIZE} x {SEQUENCE_LENGTH} tokens",
+        f"ranks     {report.num_ranks} on {report.device} ({report.backend}), {experts}",
+        f"schedule  Megatron-Core's combined 1F1B: {_schedule_text(s.microbatches)}",
     ]
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
 
 
 def _count_kinds(kinds: Sequence[str]) -> str:
-    counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
-    return " + ".join(f"{count} {kind} layer{'s' * (count > 1)}" for kind, count in counts.items())
+    return " + ".join(_count(kinds.count(kind), f"{kind} layer") for kind in dict.fromkeys(kinds))
 
 
 def _schedule_text(num_microbatches: int) -> str:
-    """The combined steps of 1F1B, shortened in the middle."""
+    """The combined steps, shortened in the middle."""
     steps = ["F0", *(f"F{i}+B{i - 1}" for i in range(1, num_microbatches)), f"B{num_microbatches - 1}"]
-    shown = steps if len(steps) <= 8 else [*steps[:4], "...", *steps[-2:]]
-    return f"Megatron-Core's combined 1F1B under layernodes.install():  {'  '.join(shown)}"
+    return "  ".join(steps if len(steps) <= 8 else [*steps[:4], "...", *steps[-2:]])
 
 
 def _render_slots(report: DemoReport) -> list[str]:
-    rows = [("layers", "slot", "stream", "node", "forward", "backward")]
+    rows = [("layers", "slot", "stream", "node", "calls", "forward", "backward")]
     rows += [
-        (s.layers, s.slot, s.stream, s.node, f"{s.forward * 1e3:8.3f} ms", f"{s.backward * 1e3:8.3f} ms")
+        (s.layers, s.slot, s.stream, s.node, str(s.calls), f"{s.forward * 1e3:.3f} ms", f"{s.backward * 1e3:.3f} ms")
         for s in report.slots
     ]
-    streams = "two CUDA streams" if report.device.startswith("cuda") else "streams that take turns on a CPU"
-    calls = " or ".join(str(calls) for calls in sorted({s.calls for s in report.slots}))
-    return [*_table(rows, right=(4, 5)), f"medians of {calls} calls; {streams}"]
+    on_gpu = report.device.startswith("cuda")
+    note = "" if on_gpu else "; the two streams take turns on a CPU, which hides nothing"
+    return [*_table(rows, right=(4, 5, 6)), f"(median time of a call{note})"]
 
 
 def _render_losses(report: DemoReport) -> list[str]:
     rows = [("microbatch", "loss, plain", "loss, nodes")]
     rows += [(str(loss.microbatch), f"{loss.plain:.9f}", f"{loss.nodes:.9f}") for loss in report.losses]
-    rows.append(("seconds", f"{report.seconds_plain:.3f}", f"{report.seconds_nodes:.3f}"))
     return _table(rows, right=(0, 1, 2))
 
 
 def _render_verdict(report: DemoReport) -> list[str]:
     verdict = report.verdict
-    compared = f"{verdict.outputs + verdict.gradients} tensors compared"
-    parts = f"{verdict.outputs} outputs, {verdict.gradients} parameter gradients"
-    where = f" on each of {report.num_ranks} ranks" if report.num_ranks > 1 else ""
+    compared = (
+        f"{_count(verdict.outputs + verdict.gradients, 'tensor')} compared "
+        f"({_count(verdict.outputs, 'output')}, {_count(verdict.gradients, 'parameter gradient')})"
+    ) + (f" on each of {report.num_ranks} ranks" if report.num_ranks > 1 else "")
     if verdict.difference is None:
-        return [f"bitwise equal: {compared} ({parts}){where}"]
-    d = verdict.difference
-    lines = [
-        f"NOT EQUAL: {compared} ({parts}){where}",
-        f"first differing tensor: {d.tensor}, shape {d.shape}, rank {d.rank}",
-    ]
-    if d.index is not None:
-        lines.append(
-            f"largest absolute difference {d.max_abs_difference:.3e}; first at {d.index}: plain {d.plain}, nodes {d.nodes}"
-        )
-    return [*lines, d.note] if d.note else lines
+        return [f"bitwise equal: {compared}"]
+    found = verdict.difference
+    lines = [f"NOT EQUAL: {compared}", f"  first differing tensor  {found.tensor}"]
+    lines.append(f"  shape                   {found.shape}, on rank {found.rank}")
+    if found.index is not None:
+        lines.append(f"  largest difference      {found.max_abs_difference:.6g}")
+        lines.append(f"  first element           {found.index}: plain {found.plain!r}, nodes {found.nodes!r}")
+    return [*lines, f"  note                    {found.note}"] if found.note else lines
 
 
 def _table(rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> list[str]:

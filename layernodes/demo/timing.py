@@ -8,9 +8,10 @@ clock's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import Final, NamedTuple, Protocol, final
 
 import torch
+from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
 from torch import Tensor
 
 from layernodes.plan.layer_plan import LayerPlan
@@ -41,8 +42,8 @@ class SlotCall(NamedTuple):
 class PlanNode(Protocol):
     """One slot as Megatron-Core's ``TransformerLayerSchedulePlan`` calls it."""
 
-    stream: Any  # a stream, or until first use a function that returns it
-    event: Any  # after which the node may start
+    stream: torch.cuda.Stream | Callable[[], torch.cuda.Stream]  # the latter until first use
+    event: torch.cuda.Event  # after which the node may start
 
     def forward(self, *inputs: Tensors) -> Tensors: ...
 
@@ -60,8 +61,10 @@ class SlotTimer:
         self._origin.record()
         self._calls: list[tuple[Place, torch.cuda.Event, torch.cuda.Event]] = []
 
-    def watch(self, schedule_plan: Any, layers: Sequence[LayerPlan], microbatch: int) -> None:
-        """Put wrappers around the slots of a ``TransformerModelChunkSchedulePlan`` that has not run yet."""
+    def watch(
+        self, schedule_plan: TransformerModelChunkSchedulePlan, layers: Sequence[LayerPlan], microbatch: int
+    ) -> None:
+        """Put wrappers around the slots of a schedule plan that has not run yet."""
         for index, layer in enumerate(layers):
             slots = schedule_plan.get_layer(index)
             for slot in _WATCHED & layer.nodes.keys():
@@ -105,4 +108,4 @@ class _TimedNode:
 
 
 def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

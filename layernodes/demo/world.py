@@ -40,6 +40,10 @@ class World:
         dist.all_gather_object(values, value)
         return [one for one in values if one is not None]
 
+    def wait_for_all(self) -> None:
+        """Return when all ranks have called it."""
+        dist.barrier()
+
 
 def num_launched_ranks() -> int:
     """Number of processes that the launcher says there are; 1 without one."""
@@ -71,7 +75,8 @@ def _join_group(stack: ExitStack, backend: str) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=_TIMEOUT)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
+        store = dist.HashStore()  # type: ignore[attr-defined]  # documented, but missing from its __all__
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_TIMEOUT)
     stack.callback(dist.destroy_process_group)
 
 
