@@ -17,7 +17,6 @@ import functools
 import logging
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,11 +28,9 @@ import torch
 from torch import Tensor
 
 from layernodes.errors import NodeStateError
+from layernodes.quiet import quiet_import
 
-with warnings.catch_warnings():
-    # Megatron-Core warns on import for each optional package that is missing (Transformer Engine, Apex, absl); on a
-    # CPU they always are, and a program that turns warnings into errors could not import it.
-    warnings.simplefilter("ignore")
+with quiet_import():
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_layer, moe_utils, shared_experts, token_dispatcher
 

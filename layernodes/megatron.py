@@ -3,6 +3,7 @@ place."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, final
 
@@ -68,7 +69,8 @@ class Installation:
     A layer's plan is built once and reused by every microbatch of the installation.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, build: Callable[[Module], LayerPlan] = LayerPlan.build) -> None:
+        self._build_plan = build
         self._plans: dict[Module, LayerPlan] = {}
         self._saved: list[Patch] = []
 
@@ -117,18 +119,20 @@ class Installation:
     def _build(self, layer: Module) -> tuple[ForwardFuncs, dict[str, Any]]:
         plan = self._plans.get(layer)
         if plan is None:
-            plan = self._plans[layer] = LayerPlan.build(layer)
+            plan = self._plans[layer] = self._build_plan(layer)
         return plan.callables()
 
 
-def install() -> Installation:
+def install(build: Callable[[Module], LayerPlan] = LayerPlan.build) -> Installation:
     """Run Megatron-Core's own schedule plan on our nodes.
 
     ``GPTModel.build_schedule_plan``, ``TransformerLayerSchedulePlan.run``, ``TransformerModelChunkSchedulePlan.run``
-    and the
-    combined-1F1B training functions then use them. Use it as a context manager, or with ``start()`` and ``stop()``;
-    leaving
-    it restores everything.
+    and the combined-1F1B training functions then use them. Use it as a context manager, or with ``start()`` and
+    ``stop()``; leaving it restores everything.
+
+    Args:
+        build: makes the plan of a layer, once a layer; give one that calls ``LayerPlan.build(layer, nodes=...)`` to
+            run nodes of your own.
 
     Example::
 
@@ -136,7 +140,7 @@ def install() -> Installation:
             plan = model.build_schedule_plan(tokens, positions, mask, labels=labels)
             loss = type(plan).run(plan, None)
     """
-    return Installation()
+    return Installation(build)
 
 
 def _require(layer: Any, *, is_mtp: bool) -> None:
