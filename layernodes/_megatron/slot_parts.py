@@ -10,7 +10,6 @@ from torch.nn import Module
 from layernodes._megatron.layer import LayerParts
 from layernodes.slots import Slot
 
-
 _ROUTER_DRAWS: Final = (
     "moe_input_jitter_eps",
     "moe_router_force_load_balancing",

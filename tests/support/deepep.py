@@ -56,7 +56,7 @@ def _exchange_counts(counts: Tensor, group: Any) -> Tensor:
 
 class _FusedDispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, indices: Tensor, probs: Tensor, num_experts: int, group: Any) -> Any:  # noqa: PLR0917
+    def forward(ctx: Any, x: Tensor, indices: Tensor, probs: Tensor, num_experts: int, group: Any) -> Any:
         num_local = num_experts // group.size()
         owner = torch.where(indices >= 0, indices // num_local, -1)
         wanted = [(owner == rank).any(1).nonzero().flatten() for rank in range(group.size())]
@@ -92,7 +92,7 @@ class _Combine(torch.autograd.Function):
 
 class _HybridDispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, routing_map: Tensor, probs: Tensor, group: Any, num_local: int) -> Any:  # noqa: PLR0917
+    def forward(ctx: Any, x: Tensor, routing_map: Tensor, probs: Tensor, group: Any, num_local: int) -> Any:
         experts, rows = routing_map.bool().T.nonzero(as_tuple=True)
         counts = torch.bincount(experts, minlength=routing_map.size(1)).view(group.size(), num_local)
         arriving = _exchange_counts(counts, group)
