@@ -43,7 +43,8 @@ from layernodes.plan.chunk_run import ChunkRun
 from layernodes.plan.describe import LayerDescription, NodeDescription
 from layernodes.plan.generators import backward_steps, forward_steps, interleave, pair_steps
 from layernodes.plan.layer_plan import ForwardFuncs, LayerPlan
-from layernodes.plan.runner import RngMode, Runner, RunResult, StreamKind
+from layernodes.plan.rng import RngMode
+from layernodes.plan.runner import Runner, RunResult, StreamKind
 from layernodes.plan.schedule import PairSchedule, Schedule
 from layernodes.plan.shape import ChunkShape, LayerShape, SlotShape
 from layernodes.plan.step import Step
