@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from layernodes._megatron.layer import begin_decoder, end_decoder
-from layernodes._megatron.shared_parameters import SharedParameters, Site, StandIns, shared_gradients_of
+from layernodes._megatron.shared_parameters import SharedParameters, StandIns, shared_gradients_of
 from layernodes._megatron.streams import current_device_stream
 from layernodes.release import release_inputs
+from layernodes.wgrad import Site
 
 
 class _Backward:
@@ -80,8 +81,7 @@ class ProvingLayerNode(_Backward, TransformerLayerNode):  # type: ignore[misc]
             output = super()._forward(*inputs)
         frees_input = getattr(self.submodule, "frees_input", None)
         if frees_input is not None and frees_input():
-            outputs = output if isinstance(output, tuple) else (output,)
-            release_inputs(inputs, self.inputs, outputs, current_device_stream(inputs[0]))
+            release_inputs(inputs, self.inputs, current_device_stream(inputs[0]))
         return output
 
 

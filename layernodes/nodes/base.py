@@ -19,17 +19,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, Final, Protocol, cast, final
 
+import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from layernodes._megatron.caller import caller_frees_input, caller_frees_output
+from layernodes._megatron.deferral import deferrable_sites, deferring_parallel_linears
 from layernodes.errors import NodeDefinitionError, NodeStateError
+from layernodes.linear import deferring_linears
 from layernodes.nodes.edges import EdgeAudit
 from layernodes.release import is_sole_holder
 from layernodes.slots import ExtraSlot, Slot, StreamType
 from layernodes.state import HandoffMap, NodeContext, fits, handoffs_of, spelling
+from layernodes.wgrad import Site, StoreHook, WgradStore, find_hook
 
-_VERBS: Final = ("put", "take", "__call__")
+_VERBS: Final = ("put", "take", "__call__", "wgrad_store", "defer_wgrads", "new_hook")
+_STORE: Final = "layernodes_wgrad_store"
 
 
 class WgradHook(Protocol):
@@ -63,6 +68,7 @@ class ScheduleNode(ABC):
     _reads: HandoffMap
     _writes: HandoffMap
     _audit: EdgeAudit
+    _wgrad_sites: tuple[Site, ...]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -74,6 +80,7 @@ class ScheduleNode(ABC):
         node._reads = cls.reads
         node._writes = cls.writes
         node._audit = EdgeAudit()
+        node._wgrad_sites = ()
         return node
 
     @abstractmethod
@@ -89,6 +96,14 @@ class ScheduleNode(ABC):
         """A fresh hook that computes this node's deferred weight gradients for one microbatch; None: nothing to
         defer."""
         return None
+
+    def deferred_parameters(self) -> tuple[Parameter, ...]:
+        """The weights whose gradients may be deferred: by default those of the linears among ``modules()``.
+
+        Of a weight named here, ``F.linear(x, w)`` and ``x @ w`` in ``forward`` are deferred; whatever other operations
+        contribute to it is computed with ``B`` and delivered with ``W``.
+        """
+        return tuple(site.parameter for site in deferrable_sites(self.modules()))
 
     def frees_input(self) -> bool:
         """Whether the storage of the inputs may be freed after forward: a permission, acted on only with proof."""
@@ -176,12 +191,59 @@ class ScheduleNode(ABC):
         """Run ``forward`` and hold it to the node's declarations; this is what a scheduler calls."""
         if caller_frees_input(ctx) and self.keeps_input():
             inputs = tuple(t.clone() if isinstance(t, Tensor) else t for t in inputs)
-        if self._audit.is_due():
-            outputs = self._audit.run(self, ctx, inputs)
+        if self._wgrad_sites and torch.is_grad_enabled():
+            outputs = self._run_deferring(ctx, inputs)
         else:
-            outputs = self.forward(ctx, *inputs)
+            outputs = self._run(ctx, inputs)
         self._check_handoffs(ctx)
         return _owned(outputs) if caller_frees_output(ctx) else outputs
+
+    @final
+    def wgrad_store(self, ctx: NodeContext) -> WgradStore | None:
+        """The store in which this node's forward may defer weight gradients of its own; None where nothing is
+        deferred."""
+        store: WgradStore | None = ctx.layer_state.__dict__.get(_STORE)
+        return store
+
+    @final
+    def defer_wgrads(self) -> None:
+        """Defer weight gradients from now on; for the plan that the node is built into."""
+        wanted = {id(parameter) for parameter in self.deferred_parameters() if parameter.requires_grad}
+        self._wgrad_sites = tuple(
+            Site(owner, name, parameter)
+            for module in self.modules()
+            for owner in module.modules()
+            for name, parameter in owner._parameters.items()
+            if parameter is not None and id(parameter) in wanted
+        )
+
+    @final
+    def new_hook(self) -> WgradHook | None:
+        """The hook of one microbatch: ``wgrad_hook()``, and the store of what this node defers."""
+        own = self.wgrad_hook()
+        if not self._wgrad_sites:
+            return own
+        return StoreHook(self, () if own is None else (own,), {site.parameter: None for site in self._wgrad_sites})
+
+    def _run(self, ctx: NodeContext, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        if self._audit.is_due():
+            return self._audit.run(self, ctx, inputs)
+        return self.forward(ctx, *inputs)
+
+    def _run_deferring(self, ctx: NodeContext, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        hook = find_hook(ctx, self)
+        if hook is None:
+            return self._run(ctx, inputs)
+        store = WgradStore()
+        hook.bind(store)
+        state = ctx.layer_state.__dict__
+        state[_STORE] = store
+        try:
+            sites = self._wgrad_sites
+            with store.standing_in(sites), deferring_parallel_linears(sites, store), deferring_linears(store):
+                return self._run(ctx, inputs)
+        finally:
+            del state[_STORE]
 
     def _narrow(self, absent: frozenset[str]) -> None:
         """Drop the handoffs that do not exist for this node's layer (a dense layer has no dispatch)."""

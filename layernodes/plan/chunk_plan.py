@@ -11,12 +11,13 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from layernodes._megatron.chunk import GPTChunk
-from layernodes._megatron.shared_parameters import Site, shared_sites
+from layernodes._megatron.shared_parameters import shared_sites
 from layernodes.errors import PlanError
 from layernodes.plan.chunk_run import ChunkRun
 from layernodes.plan.layer_plan import LayerPlan, NodeFactory, SlotKey
 from layernodes.plan.shape import ChunkShape, LayerShape, SlotShape
 from layernodes.slots import POST_PROCESS, PRE_PROCESS, Slot, StreamType
+from layernodes.wgrad import Site
 
 
 @final

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from layernodes._megatron.shared_parameters import SharedGradients, Site, StandIns
+from layernodes._megatron.shared_parameters import SharedGradients, StandIns
 from layernodes.errors import NodeStateError
 from layernodes.release import release_inputs
+from layernodes.wgrad import Site
 
 Values = tuple[Any, ...]
 """What passes between slots: mostly tensors; a slot may also return integers' tensors or None."""
@@ -98,7 +99,7 @@ class SlotRun:
             returned = run_node(self, *inner)
         self._outputs = returned if isinstance(returned, tuple) else (returned,)
         if frees_input:
-            release_inputs(previous, inner, self._outputs, stream)
+            release_inputs(previous, inner, stream)
         return self._outputs
 
     def backward(self, gradients: Values) -> Values:
