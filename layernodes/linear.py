@@ -35,19 +35,14 @@ class deferring_linears(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.linear:
-            found = _linear_operands(*args, **kwargs)
-            if self._can_defer(*found[:2]):
-                x, weight, bias = found
-                return _DeferredLinear.apply(
-                    x, weight.detach(), bias, self._store.anchor, (weight,), False, self._store
-                )
-        elif func in _MATMULS and len(args) == 2 and not kwargs and func is not Tensor.__rmatmul__:
-            if self._can_defer(*args):
-                x, weight = args
-                return _DeferredLinear.apply(x, weight.detach(), None, self._store.anchor, (weight,), True, self._store)
+            x, weight, bias = _linear_operands(*args, **kwargs)
+            if self._can_defer(x, weight):
+                return self._defer(x, weight, bias, is_matmul=False)
+        elif func in _MATMULS and len(args) == 2 and not kwargs and self._can_defer(*args):
+            return self._defer(*args, None, is_matmul=True)
         return func(*args, **kwargs)
 
-    def _apply(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_matmul: bool) -> Any:
+    def _defer(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_matmul: bool) -> Any:
         # The weight goes in detached, and itself only as a thing to hold: no edge of the graph leads to it.
         return _DeferredLinear.apply(x, weight.detach(), bias, self._store.anchor, (weight,), is_matmul, self._store)
 

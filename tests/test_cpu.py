@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_layer, moe_utils, shared_experts, token_dispatcher
 
 import layernodes.cpu
+from layernodes._cpu_device import share_storage
 from layernodes.cpu import cpu_host
 from layernodes.errors import NodeStateError
 from tests.support.build import make_microbatches, make_model
@@ -248,7 +249,7 @@ def test_share_storage_keeps_the_version() -> None:
     dst, src = torch.zeros(3, 2), torch.randn(3, 2)
     view, version = dst[1:], dst._version
     dst.untyped_storage().resize_(0)
-    layernodes.cpu._share_storage(dst, src)
+    share_storage(dst, src)
     assert torch.equal(view, src[1:])
     assert dst._version == version
 

@@ -69,6 +69,7 @@ class ScheduleNode(ABC):
     _writes: HandoffMap
     _audit: EdgeAudit
     _wgrad_sites: tuple[Site, ...]
+    _has_wgrad: bool
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -81,6 +82,7 @@ class ScheduleNode(ABC):
         node._writes = cls.writes
         node._audit = EdgeAudit()
         node._wgrad_sites = ()
+        node._has_wgrad = False
         return node
 
     @abstractmethod
@@ -104,6 +106,12 @@ class ScheduleNode(ABC):
         contribute to it is computed with ``B`` and delivered with ``W``.
         """
         return tuple(site.parameter for site in deferrable_sites(self.modules()))
+
+    def own_deferred_parameters(self) -> tuple[Parameter, ...]:
+        """The weights that ``wgrad_hook()`` delivers: modules that hold their gradients back by themselves, or a
+        user's."""
+        hook = self.wgrad_hook()
+        return () if hook is None else tuple(hook.parameters())
 
     def frees_input(self) -> bool:
         """Whether the storage of the inputs may be freed after forward: a permission, acted on only with proof."""
@@ -208,6 +216,7 @@ class ScheduleNode(ABC):
     @final
     def defer_wgrads(self) -> None:
         """Defer weight gradients from now on; for the plan that the node is built into."""
+        self._has_wgrad = True
         wanted = {id(parameter) for parameter in self.deferred_parameters() if parameter.requires_grad}
         self._wgrad_sites = tuple(
             Site(owner, name, parameter)
@@ -216,6 +225,12 @@ class ScheduleNode(ABC):
             for name, parameter in owner._parameters.items()
             if parameter is not None and id(parameter) in wanted
         )
+
+    @property
+    def wgrad_parameters(self) -> tuple[Parameter, ...]:
+        """The parameters whose gradients come with ``W``; empty where the node has no ``W`` step."""
+        own = {id(p): p for p in self.own_deferred_parameters()} if self._has_wgrad else {}
+        return tuple({**own, **{id(site.parameter): site.parameter for site in self._wgrad_sites}}.values())
 
     @final
     def new_hook(self) -> WgradHook | None:

@@ -121,7 +121,8 @@ def test_hooks_are_given_what_the_plain_model_gives(name: str) -> None:
         if cell.config.get("mlp_chunks_for_training"):
             # All chunks of a slot run before the next slot: each kind keeps its order, kinds interleave differently.
             kinds.sort(), others.sort()
-            events, actual[module] = (sorted(e, key=lambda event: event[0]) for e in (events, actual[module]))
+            events.sort(key=lambda event: event[0])
+            actual[module].sort(key=lambda event: event[0])
         assert kinds == others, module
         for i, ((kind, want), (_, got)) in enumerate(zip(events, actual[module], strict=True)):
             assert _same(want, got), (module, i, kind, _difference(want, got))

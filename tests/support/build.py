@@ -234,5 +234,5 @@ def _break_symmetry(model: GPTModel, cell: Cell) -> None:
     if cell.idle_rank:
         for name, parameter in model.named_parameters():
             if "router.weight" in name:
-                # All logits are zero: top-k takes the first experts, so the last rank's get nothing.
+                # All logits are zero: of equal ones top-k takes the same expert for every token.
                 parameter.zero_()

@@ -28,7 +28,7 @@ class Cell:
         late_config: fields set after the configuration was made, past its checks (which want bf16 and EP > 1).
         core_attention: Megatron's local one, or the suite's own, which also does MLA's head sizes and packed sequences.
         frozen: regular expressions of parameter names that do not require grad.
-        idle_rank: whether the router is set so that the last expert-parallel rank receives no token.
+        idle_rank: whether the router sends all tokens to one expert (with a top-k of 1), so a rank receives none.
         padding: whether the batch carries a padding mask. labels: whether the model returns a loss (else logits).
         packed: lengths of the sequences packed into one row; empty for none.
         tokens_per_sample: ``PackedSeqParams.tokens_per_sample``.
