@@ -40,7 +40,8 @@ def is_sole_holder(tensor: Tensor) -> bool:
 def may_release(outer: Tensor, inner: Tensor) -> bool:
     """Whether the storage shared by ``outer`` (an output) and ``inner`` (its detached copy) has no other user.
 
-    Call it after the forward that consumed ``inner``, while both are alive. What it cannot see is a further reference to
+    Call it after the forward that consumed ``inner``, while both are alive. What it cannot see is a further reference
+    to
     the very objects ``outer`` and ``inner``: those are the caller's to know.
     """
     if outer.data_ptr() != inner.data_ptr():
