@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
@@ -42,9 +43,8 @@ def _run(options: Namespace, write: Write) -> int:
     check_settings(settings, num_ranks=num_launched_ranks())
     text = read_text(settings.text)
     with demo_world() as world:
-        progress = ProgressBar(num_ticks(settings), sys.stderr if world.rank == 0 else None)
-        report = demonstrate(settings, text, world, tick=progress.tick)
-        progress.close()
+        with closing(ProgressBar(num_ticks(settings), sys.stderr if world.rank == 0 else None)) as progress:
+            report = demonstrate(settings, text, world, tick=progress.tick)
         if world.rank == 0:
             write(report.model_dump_json(indent=2) if options.json else render(report))
         world.wait_for_all()  # a launcher kills the others as soon as one rank has exited with an error

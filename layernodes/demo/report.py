@@ -92,7 +92,9 @@ def summarize(calls: Iterable[SlotCall], layers: Sequence[LayerPlan]) -> tuple[S
     seconds: defaultdict[tuple[str, Slot, Phase], list[float]] = defaultdict(list)
     for (_, layer, slot, phase), start, end in calls:
         seconds[kind_of_layer(layers[layer]), slot, phase].append(end - start)
-    first_of_kind = {kind_of_layer(plan): plan for plan in reversed(layers)}
+    first_of_kind: dict[str, LayerPlan] = {}
+    for plan in layers:
+        first_of_kind.setdefault(kind_of_layer(plan), plan)
     return tuple(
         SlotTimes(
             layers=kind,
@@ -103,7 +105,7 @@ def summarize(calls: Iterable[SlotCall], layers: Sequence[LayerPlan]) -> tuple[S
             backward=statistics.median(seconds[kind, slot, Phase.B]),
             calls=len(seconds[kind, slot, Phase.F]),
         )
-        for kind, plan in reversed(first_of_kind.items())
+        for kind, plan in first_of_kind.items()
         for slot, node in plan.nodes.items()
         if slot in MEGATRON_SLOTS
     )

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.utils import set_streams
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from layernodes.cpu import cpu_host
 
@@ -67,6 +69,8 @@ def demo_world() -> Iterator[World]:
         parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
         stack.callback(parallel_state.destroy_model_parallel)
         set_streams()
+        _forget_metrics()
+        stack.callback(_forget_metrics)
         yield World(rank=dist.get_rank(), num_ranks=dist.get_world_size(), device=device)
 
 
@@ -78,6 +82,12 @@ def _join_group(stack: ExitStack, backend: str) -> None:
         store = dist.HashStore()  # type: ignore[attr-defined]  # documented, but missing from its __all__
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_TIMEOUT)
     stack.callback(dist.destroy_process_group)
+
+
+def _forget_metrics() -> None:
+    """Megatron-Core keeps the auxiliary losses of all layers in one place, as many as the first model had layers."""
+    destroy_moe_metrics_tracker()
+    MTPLossLoggingHelper.tracker.clear()
 
 
 @contextmanager
