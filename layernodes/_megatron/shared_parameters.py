@@ -15,7 +15,7 @@ layer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, final
@@ -95,11 +95,15 @@ class StandIns:
         self._gradients = gradients
         self._pairs = pairs
 
-    def collect(self) -> None:
-        """Hand the node's contributions on, after its backward."""
+    def collect(self, later: Collection[int] = ()) -> None:
+        """Hand the node's contributions on, after its backward; those to parameters with an id in ``later`` are
+        kept."""
         pairs, self._pairs = self._pairs, []
         for parameter, stand_in in pairs:
-            self._gradients.add(parameter, stand_in)
+            if id(parameter) in later:
+                self._pairs.append((parameter, stand_in))
+            else:
+                self._gradients.add(parameter, stand_in)
 
 
 @dataclass

@@ -33,6 +33,7 @@ class ChunkPlace:
         node: called ``node(ctx, *inputs)``; None for a pass-through.
         frees_input, touches_rng: what the node says of itself.
         new_hook: makes the weight-gradient hook of a microbatch; None where the slot has no ``W`` step.
+        deferred: ids of the parameters whose gradients come with ``W``.
         sites: where it holds parameters that other nodes of the chunk use too.
         is_first_layer, is_last_layer, is_mtp: what the node is told of its layer.
     """
@@ -44,6 +45,7 @@ class ChunkPlace:
     frees_input: bool = False
     touches_rng: bool = True
     new_hook: Callable[[], WgradHook | None] | None = None
+    deferred: frozenset[int] = frozenset()
     sites: tuple[Site, ...] = ()
     is_first_layer: bool = False
     is_last_layer: bool = False
@@ -218,6 +220,7 @@ def _places(
                 frees_input=node is not None and node.frees_input(),
                 touches_rng=node is not None and node.touches_rng(),
                 new_hook=node.new_hook if node is not None and slot.wgrad else None,
+                deferred=frozenset() if node is None else frozenset(map(id, node.wgrad_parameters)),
                 sites=own_sites.get((number, slot.name), ())
                 if chunk is None
                 else chunk.layer_sites(is_mtp=is_mtp, is_first_slot=is_first_slot),

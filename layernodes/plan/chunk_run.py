@@ -65,6 +65,7 @@ class ChunkRun:
             None if place.layer is None else self._layer_states[place.layer],
             self._state,
             place.new_hook() if place.new_hook is not None and torch.is_grad_enabled() else None,
+            deferred=place.deferred,
             is_first_layer=place.is_first_layer,
             is_last_layer=place.is_last_layer,
             is_mtp=place.is_mtp,

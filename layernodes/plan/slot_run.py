@@ -38,6 +38,7 @@ class SlotRun:
     """The context of a node in our runner: one slot of one microbatch. Satisfies ``NodeContext``."""
 
     __slots__ = (
+        "_deferred",
         "_detached",
         "_inputs",
         "_originals",
@@ -57,6 +58,7 @@ class SlotRun:
         chunk_state: object,
         hook: WgradHook | None,
         *,
+        deferred: frozenset[int] = frozenset(),
         is_first_layer: bool,
         is_last_layer: bool,
         is_mtp: bool,
@@ -67,6 +69,7 @@ class SlotRun:
         self.is_last_layer = is_last_layer
         self.is_mtp = is_mtp
         self.bwd_dw_callables: tuple[WgradHook, ...] = () if hook is None else (hook,)
+        self._deferred = deferred  # ids of the parameters whose gradients are still to come after backward
         self._inputs: Values = ()
         self._outputs: Values | None = None
         self._originals: list[Tensor] = []
@@ -146,10 +149,8 @@ class SlotRun:
                 accumulate_grad=True,
             )
         if stand_ins is not None:
-            if self.bwd_dw_callables:
-                self._stand_ins = stand_ins  # the deferred part is still to come
-            else:
-                stand_ins.collect()
+            stand_ins.collect(later=self._deferred)
+            self._stand_ins = stand_ins if self._deferred else None
         return tuple(t.grad if isinstance(t, Tensor) else None for t in inputs)
 
     def weight_gradients(self) -> None:
