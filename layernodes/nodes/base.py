@@ -24,7 +24,7 @@ from torch.nn import Module, Parameter
 
 from layernodes._megatron.caller import caller_frees_input, caller_frees_output
 from layernodes.errors import NodeDefinitionError, NodeStateError
-from layernodes.nodes.edges import EdgeAudit
+from layernodes.nodes.edges import EdgeAudit, Forward
 from layernodes.release import is_sole_holder
 from layernodes.slots import ExtraSlot, Slot, StreamType
 from layernodes.state import HandoffMap, NodeContext, fits, handoffs_of, spelling
@@ -174,12 +174,11 @@ class ScheduleNode(ABC):
     @final
     def __call__(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run ``forward`` and hold it to the node's declarations; this is what a scheduler calls."""
-        if caller_frees_input(ctx) and self.keeps_input():
-            inputs = tuple(t.clone() if isinstance(t, Tensor) else t for t in inputs)
+        forward = _on_copies(self.forward) if caller_frees_input(ctx) and self.keeps_input() else self.forward
         if self._audit.is_due():
-            outputs = self._audit.run(self, ctx, inputs)
+            outputs = self._audit.run(self, forward, ctx, inputs)
         else:
-            outputs = self.forward(ctx, *inputs)
+            outputs = forward(ctx, *inputs)
         self._check_handoffs(ctx)
         return _owned(outputs) if caller_frees_output(ctx) else outputs
 
@@ -199,6 +198,15 @@ class ScheduleNode(ABC):
                 f"{', '.join(untaken or unwritten)}; take and put each declared handoff in every forward, "
                 f"or call super().forward, which does"
             )
+
+
+def _on_copies(forward: Forward) -> Forward:
+    """``forward``, given copies of its inputs."""
+
+    def run(ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return forward(ctx, *(t.clone() if isinstance(t, Tensor) else t for t in inputs))
+
+    return run
 
 
 def _owned(outputs: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:

@@ -12,6 +12,7 @@ node's graph, depending on who frees what first. So on the first forward of a no
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, final
 
 import torch
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from layernodes.nodes.base import ScheduleNode
 
 _LEAVES: Final = "layernodes_leaves"
+
+Forward = Callable[..., Tensor | tuple[Tensor, ...]]
+"""A node's forward, called with the context and the inputs."""
 
 _Leaves = dict[int, tuple[weakref.ref[Tensor], str]]
 """Inputs and handoffs of a layer and microbatch by id, with what they are; weak, so that none lives for it."""
@@ -45,8 +49,10 @@ class EdgeAudit:
         """Whether the next forward is to be audited."""
         return not self._done and torch.is_grad_enabled()
 
-    def run(self, node: ScheduleNode, ctx: NodeContext, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        """Run the node's forward and check its edges; NodeStateError names what was reached and how to declare it."""
+    def run(
+        self, node: ScheduleNode, forward: Forward, ctx: NodeContext, inputs: tuple[Tensor, ...]
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Run ``forward``, the node's own or what wraps it, and check its edges; NodeStateError names what was reached and how to declare it."""
         leaves: _Leaves = ctx.layer_state.__dict__.setdefault(_LEAVES, {})
         slot = str(node.slot) if isinstance(node.slot, str) else node.slot.name
         self._reset(leaves, slot)
@@ -57,7 +63,7 @@ class EdgeAudit:
         start = torch._C._autograd._get_sequence_nr()
         self._running = True
         try:
-            outputs = node.forward(ctx, *inputs)
+            outputs = forward(ctx, *inputs)
             flat = outputs if isinstance(outputs, tuple) else (outputs,)
             self._roots.extend((t, f"output {i}") for i, t in enumerate(flat) if isinstance(t, Tensor))
             found = self._find_foreign(start)
