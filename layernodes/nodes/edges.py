@@ -4,6 +4,7 @@ A tensor that reaches a node by an undeclared way and requires grad would lose i
 node's graph, depending on who frees what first. So on the first forward of a node that records a graph:
 
     walk from the outputs and from the tensors handed on, along the graph's edges
+    what made an input (fused nodes share a graph)  -> the border, go no further
     a function made before this forward began      -> reached through an undeclared tensor
     a leaf that is an input or handoff of another
     slot of this layer and microbatch              -> reached through an undeclared tensor
@@ -38,7 +39,7 @@ _Leaves = dict[int, tuple[weakref.ref[Tensor], str]]
 class EdgeAudit:
     """Audits one node's first forward that records a graph; idle ever after."""
 
-    __slots__ = ("_allowed", "_done", "_leaves", "_roots", "_running", "_slot")
+    __slots__ = ("_allowed", "_borders", "_done", "_leaves", "_roots", "_running", "_slot")
 
     def __init__(self) -> None:
         self._done = False
@@ -95,13 +96,16 @@ class EdgeAudit:
         self._leaves = leaves
         self._slot = slot
         self._allowed: dict[int, Tensor] = {}
+        self._borders: set[Node] = set()
         self._roots: list[tuple[Tensor, str]] = []
 
     def _allow(self, tensor: Tensor) -> None:
         self._allowed[id(tensor)] = tensor
+        if tensor.grad_fn is not None:  # an input from a node that is fused with this one
+            self._borders.add(tensor.grad_fn)
 
     def _find_foreign(self, start: int) -> tuple[str, str] | None:
-        seen: set[Node] = set()
+        seen: set[Node] = set(self._borders)
         for tensor, root in self._roots:
             if tensor.grad_fn is None:
                 if self._is_foreign_leaf(tensor):
