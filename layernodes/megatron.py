@@ -3,13 +3,15 @@ place."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, final
 
 from layernodes._megatron.layer_kinds import kind_of, moe_metadata
 from layernodes._megatron.patches import Builders, Patch, is_patched, schedule_plan_patches
+from layernodes._megatron.wgrad import delays_wgrads
 from layernodes.errors import NodeStateError, UnsupportedLayerError
-from layernodes.plan.layer_plan import ForwardFuncs, LayerPlan
+from layernodes.plan.layer_plan import ForwardFuncs, LayerPlan, WgradMode
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -26,7 +28,7 @@ def build_transformer_layer_callables(layer: TransformerLayer) -> tuple[ForwardF
         UnsupportedLayerError: a layer or configuration that is not handled.
     """
     _require(layer, is_mtp=False)
-    return LayerPlan.build(layer).callables()
+    return _plan_for_caller(layer).callables()
 
 
 def build_mtp_layer_callables(layer: MultiTokenPredictionLayer) -> tuple[ForwardFuncs, dict[str, Any]]:
@@ -39,7 +41,7 @@ def build_mtp_layer_callables(layer: MultiTokenPredictionLayer) -> tuple[Forward
         UnsupportedLayerError: a layer or configuration that is not handled.
     """
     _require(layer, is_mtp=True)
-    return LayerPlan.build(layer).callables()
+    return _plan_for_caller(layer).callables()
 
 
 def build_layer_callables(layer: Module) -> tuple[ForwardFuncs, dict[str, Any]]:
@@ -50,7 +52,7 @@ def build_layer_callables(layer: Module) -> tuple[ForwardFuncs, dict[str, Any]]:
     Raises:
         UnsupportedLayerError: a layer or configuration that is not handled.
     """
-    return LayerPlan.build(layer).callables()
+    return _plan_for_caller(layer).callables()
 
 
 def get_layer_moe_metadata(layer: Module) -> tuple[bool, int | None]:
@@ -68,8 +70,9 @@ class Installation:
     A layer's plan is built once and reused by every microbatch of the installation.
     """
 
-    def __init__(self) -> None:
-        self._plans: dict[Module, LayerPlan] = {}
+    def __init__(self, build: Callable[[Module], LayerPlan] = LayerPlan.build) -> None:
+        self._build_plan = build
+        self._plans: dict[tuple[Module, bool], LayerPlan] = {}
         self._saved: list[Patch] = []
 
     @property
@@ -115,20 +118,23 @@ class Installation:
         self.stop()
 
     def _build(self, layer: Module) -> tuple[ForwardFuncs, dict[str, Any]]:
-        plan = self._plans.get(layer)
+        key = layer, delays_wgrads(layer)
+        plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[layer] = LayerPlan.build(layer)
+            plan = self._plans[key] = self._build_plan(layer)
         return plan.callables()
 
 
-def install() -> Installation:
+def install(build: Callable[[Module], LayerPlan] | None = None) -> Installation:
     """Run Megatron-Core's own schedule plan on our nodes.
 
     ``GPTModel.build_schedule_plan``, ``TransformerLayerSchedulePlan.run``, ``TransformerModelChunkSchedulePlan.run``
-    and the
-    combined-1F1B training functions then use them. Use it as a context manager, or with ``start()`` and ``stop()``;
-    leaving
-    it restores everything.
+    and the combined-1F1B training functions then use them. Use it as a context manager, or with ``start()`` and
+    ``stop()``; leaving it restores everything.
+
+    Args:
+        build: makes the plan of a layer, once a layer; give one that calls ``LayerPlan.build(layer, nodes=...)`` to
+            run nodes of your own.
 
     Example::
 
@@ -136,7 +142,13 @@ def install() -> Installation:
             plan = model.build_schedule_plan(tokens, positions, mask, labels=labels)
             loss = type(plan).run(plan, None)
     """
-    return Installation()
+    return Installation(build or _plan_for_caller)
+
+
+def _plan_for_caller(layer: Module) -> LayerPlan:
+    """A plan that defers weight gradients where the layer's configuration says that its caller drains them."""
+    kind_of(layer, has_nodes=False)
+    return LayerPlan.build(layer, wgrad=WgradMode.AUTO if delays_wgrads(layer) else WgradMode.OFF)
 
 
 def _require(layer: Any, *, is_mtp: bool) -> None:

@@ -46,7 +46,8 @@ def is_sole_holder(tensor: Tensor) -> bool:
 def may_release(outer: Tensor, inner: Tensor) -> bool:
     """Whether the storage shared by ``outer`` (an output) and ``inner`` (its detached copy) has no other user.
 
-    Call it after the forward that consumed ``inner``, while both are alive. What it cannot see is a further reference of
+    Call it after the forward that consumed ``inner``, while both are alive. What it cannot see is a further reference
+    of
     Python to the very objects ``outer`` and ``inner``; ``release_inputs`` sees those to ``inner``.
     """
     if outer.data_ptr() != inner.data_ptr():

@@ -16,9 +16,10 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from layernodes._megatron.layer import begin_decoder, end_decoder
-from layernodes._megatron.shared_parameters import SharedParameters, Site
+from layernodes._megatron.shared_parameters import SharedParameters
 from layernodes._megatron.support import check_block_kwargs
 from layernodes.errors import UnsupportedLayerError
+from layernodes.wgrad import Site
 
 _ARGUMENTS: Final = tuple(name for name in inspect.signature(GPTModel.forward).parameters if name != "self")
 _IGNORED: Final = ("inference_context", "inference_params")

@@ -438,5 +438,10 @@ def _run_overlapped_shared_experts(moe: MoELayer, tokens: Tensor) -> Tensor:
 def _run_backward_after_gate(shared: Any, tokens: Tensor) -> None:
     """Let the gate's gradient reach the tokens before that of fc1, which the flex dispatcher ranks behind its own."""
     hidden = shared.cached_fc2_input
-    if shared.gate_score is not None and hidden is not None and hidden.grad_fn is not None and tokens.grad_fn is not None:
+    if (
+        shared.gate_score is not None
+        and hidden is not None
+        and hidden.grad_fn is not None
+        and tokens.grad_fn is not None
+    ):
         hidden.grad_fn._set_sequence_nr(tokens.grad_fn._sequence_nr())

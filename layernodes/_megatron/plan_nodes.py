@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from layernodes._megatron.layer import begin_decoder, end_decoder
-from layernodes._megatron.shared_parameters import SharedParameters, Site, StandIns, shared_gradients_of
+from layernodes._megatron.shared_parameters import SharedParameters, StandIns, shared_gradients_of
 from layernodes._megatron.streams import current_device_stream
 from layernodes.release import release_inputs
+from layernodes.wgrad import Site
 
 
 class _Backward:

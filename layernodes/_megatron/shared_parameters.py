@@ -18,21 +18,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
-import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from layernodes.wgrad import Site, deliver, stand_in_for
+
 _ATTRIBUTE: Final = "layernodes_shared_gradients"
-
-
-class Site(NamedTuple):
-    """A place where a module holds a parameter."""
-
-    module: Module
-    name: str
-    parameter: Parameter
 
 
 @final
@@ -132,7 +125,7 @@ class SharedGradients:
             for site in sites:
                 stand_in = stand_ins.get(id(site.parameter))
                 if stand_in is None:
-                    stand_in = stand_ins[id(site.parameter)] = _stand_in(site.parameter)
+                    stand_in = stand_ins[id(site.parameter)] = stand_in_for(site.parameter)
                     pairs.append((site.parameter, stand_in))
                     self.sums.setdefault(id(site.parameter), _Sum(site.parameter)).outstanding += 1
                 site.module._parameters[site.name] = stand_in
@@ -152,7 +145,7 @@ class SharedGradients:
         if entry.outstanding == 0:
             del self.sums[id(parameter)]
             if entry.total is not None:
-                torch.autograd.backward([parameter], [entry.total])
+                deliver(parameter, entry.total)
 
 
 def shared_gradients_of(chunk_state: Any) -> SharedGradients:
@@ -163,10 +156,3 @@ def shared_gradients_of(chunk_state: Any) -> SharedGradients:
         gradients = SharedGradients()
         setattr(chunk_state, _ATTRIBUTE, gradients)
     return gradients
-
-
-def _stand_in(parameter: Parameter) -> Parameter:
-    """A leaf with the parameter's data and attributes (``main_grad``, parallelism marks), and a gradient of its own."""
-    stand_in = Parameter(parameter.detach(), requires_grad=True)
-    stand_in.__dict__.update(parameter.__dict__)
-    return stand_in

@@ -19,17 +19,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, Final, Protocol, cast, final
 
+import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from layernodes._megatron.caller import caller_frees_input, caller_frees_output
+from layernodes._megatron.deferral import deferrable_sites, deferring_parallel_linears
 from layernodes.errors import NodeDefinitionError, NodeStateError
+from layernodes.linear import deferring_linears
 from layernodes.nodes.edges import EdgeAudit, Forward
 from layernodes.release import is_sole_holder
 from layernodes.slots import ExtraSlot, Slot, StreamType
 from layernodes.state import HandoffMap, NodeContext, fits, handoffs_of, spelling
+from layernodes.wgrad import Site, StoreHook, WgradStore, find_hook
 
-_VERBS: Final = ("put", "take", "__call__")
+_VERBS: Final = ("put", "take", "__call__", "wgrad_store", "defer_wgrads", "new_hook")
+_STORE: Final = "layernodes_wgrad_store"
 
 
 class WgradHook(Protocol):
@@ -63,6 +68,8 @@ class ScheduleNode(ABC):
     _reads: HandoffMap
     _writes: HandoffMap
     _audit: EdgeAudit
+    _wgrad_sites: tuple[Site, ...]
+    _has_wgrad: bool
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -74,6 +81,8 @@ class ScheduleNode(ABC):
         node._reads = cls.reads
         node._writes = cls.writes
         node._audit = EdgeAudit()
+        node._wgrad_sites = ()
+        node._has_wgrad = False
         return node
 
     @abstractmethod
@@ -89,6 +98,20 @@ class ScheduleNode(ABC):
         """A fresh hook that computes this node's deferred weight gradients for one microbatch; None: nothing to
         defer."""
         return None
+
+    def deferred_parameters(self) -> tuple[Parameter, ...]:
+        """The weights whose gradients may be deferred: by default those of the linears among ``modules()``.
+
+        Of a weight named here, ``F.linear(x, w)`` and ``x @ w`` in ``forward`` are deferred; whatever other operations
+        contribute to it is computed with ``B`` and delivered with ``W``.
+        """
+        return tuple(site.parameter for site in deferrable_sites(self.modules()))
+
+    def own_deferred_parameters(self) -> tuple[Parameter, ...]:
+        """The weights that ``wgrad_hook()`` delivers: modules that hold their gradients back by themselves, or a
+        user's."""
+        hook = self.wgrad_hook()
+        return () if hook is None else tuple(hook.parameters())
 
     def frees_input(self) -> bool:
         """Whether the storage of the inputs may be freed after forward: a permission, acted on only with proof."""
@@ -174,13 +197,67 @@ class ScheduleNode(ABC):
     @final
     def __call__(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run ``forward`` and hold it to the node's declarations; this is what a scheduler calls."""
-        forward = _on_copies(self.forward) if caller_frees_input(ctx) and self.keeps_input() else self.forward
-        if self._audit.is_due():
-            outputs = self._audit.run(self, forward, ctx, inputs)
+        if self._wgrad_sites and torch.is_grad_enabled():
+            outputs = self._run_deferring(ctx, inputs)
         else:
-            outputs = forward(ctx, *inputs)
+            outputs = self._run(ctx, inputs)
         self._check_handoffs(ctx)
         return _owned(outputs) if caller_frees_output(ctx) else outputs
+
+    @final
+    def wgrad_store(self, ctx: NodeContext) -> WgradStore | None:
+        """The store in which this node's forward may defer weight gradients of its own; None where nothing is
+        deferred."""
+        store: WgradStore | None = ctx.layer_state.__dict__.get(_STORE)
+        return store
+
+    @final
+    def defer_wgrads(self) -> None:
+        """Defer weight gradients from now on; for the plan that the node is built into."""
+        self._has_wgrad = True
+        wanted = {id(parameter) for parameter in self.deferred_parameters() if parameter.requires_grad}
+        self._wgrad_sites = tuple(
+            Site(owner, name, parameter)
+            for module in self.modules()
+            for owner in module.modules()
+            for name, parameter in owner._parameters.items()
+            if parameter is not None and id(parameter) in wanted
+        )
+
+    @property
+    def wgrad_parameters(self) -> tuple[Parameter, ...]:
+        """The parameters whose gradients come with ``W``; empty where the node has no ``W`` step."""
+        own = {id(p): p for p in self.own_deferred_parameters()} if self._has_wgrad else {}
+        return tuple({**own, **{id(site.parameter): site.parameter for site in self._wgrad_sites}}.values())
+
+    @final
+    def new_hook(self) -> WgradHook | None:
+        """The hook of one microbatch: ``wgrad_hook()``, and the store of what this node defers."""
+        own = self.wgrad_hook()
+        if not self._wgrad_sites:
+            return own
+        return StoreHook(self, () if own is None else (own,), {site.parameter: None for site in self._wgrad_sites})
+
+    def _run(self, ctx: NodeContext, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        forward = _on_copies(self.forward) if caller_frees_input(ctx) and self.keeps_input() else self.forward
+        if self._audit.is_due():
+            return self._audit.run(self, forward, ctx, inputs)
+        return forward(ctx, *inputs)
+
+    def _run_deferring(self, ctx: NodeContext, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        hook = find_hook(ctx, self)
+        if hook is None:
+            return self._run(ctx, inputs)
+        store = WgradStore()
+        hook.bind(store)
+        state = ctx.layer_state.__dict__
+        state[_STORE] = store
+        try:
+            sites = self._wgrad_sites
+            with store.standing_in(sites), deferring_parallel_linears(sites, store), deferring_linears(store):
+                return self._run(ctx, inputs)
+        finally:
+            del state[_STORE]
 
     def _narrow(self, absent: frozenset[str]) -> None:
         """Drop the handoffs that do not exist for this node's layer (a dense layer has no dispatch)."""

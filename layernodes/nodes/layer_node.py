@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from layernodes._megatron.freeing import reasons_to_copy
 from layernodes._megatron.layer import LayerParts
 from layernodes._megatron.slot_parts import slot_modules, slot_touches_rng
 from layernodes._megatron.support import check_layer
+from layernodes._megatron.wgrad import deferrable_modules, own_deferred_parameters
 from layernodes.nodes.base import ScheduleNode
 from layernodes.slots import Slot
 
@@ -34,6 +35,12 @@ class LayerNode(ScheduleNode):
 
     def modules(self) -> tuple[Module, ...]:
         return slot_modules(self._parts, Slot(str(self.slot)))
+
+    def deferred_parameters(self) -> tuple[Parameter, ...]:
+        return deferrable_modules(self._parts, self.modules())
+
+    def own_deferred_parameters(self) -> tuple[Parameter, ...]:
+        return own_deferred_parameters(self._parts, self.modules())
 
     def touches_rng(self) -> bool:
         return slot_touches_rng(self._parts, Slot(str(self.slot)))

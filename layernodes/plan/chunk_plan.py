@@ -11,12 +11,14 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from layernodes._megatron.chunk import GPTChunk
-from layernodes._megatron.shared_parameters import Site, shared_sites
+from layernodes._megatron.shared_parameters import shared_sites
 from layernodes.errors import PlanError
+from layernodes.nodes import ScheduleNode, WgradHook
 from layernodes.plan.chunk_run import ChunkRun
-from layernodes.plan.layer_plan import LayerPlan, NodeFactory, SlotKey
+from layernodes.plan.layer_plan import LayerPlan, NodeFactory, SlotKey, WgradMode
 from layernodes.plan.shape import ChunkShape, LayerShape, SlotShape
 from layernodes.slots import POST_PROCESS, PRE_PROCESS, Slot, StreamType
+from layernodes.wgrad import Site
 
 
 @final
@@ -30,6 +32,7 @@ class ChunkPlace:
         stream: where it runs.
         node: called ``node(ctx, *inputs)``; None for a pass-through.
         frees_input, touches_rng: what the node says of itself.
+        new_hook: makes the weight-gradient hook of a microbatch; None where the slot has no ``W`` step.
         sites: where it holds parameters that other nodes of the chunk use too.
         is_first_layer, is_last_layer, is_mtp: what the node is told of its layer.
     """
@@ -40,6 +43,7 @@ class ChunkPlace:
     node: Callable[..., Any] | None
     frees_input: bool = False
     touches_rng: bool = True
+    new_hook: Callable[[], WgradHook | None] | None = None
     sites: tuple[Site, ...] = ()
     is_first_layer: bool = False
     is_last_layer: bool = False
@@ -81,7 +85,11 @@ class ChunkPlan:
 
     @staticmethod
     def build(
-        model: Module, *, nodes: Mapping[SlotKey, NodeFactory] | None = None, split_combine: bool = False
+        model: Module,
+        *,
+        nodes: Mapping[SlotKey, NodeFactory] | None = None,
+        split_combine: bool = False,
+        wgrad: WgradMode | str = WgradMode.OFF,
     ) -> ChunkPlan:
         """Build the plan of any part of a ``GPTModel``: whole, a pipeline or virtual-pipeline part, an empty one.
 
@@ -89,6 +97,7 @@ class ChunkPlan:
             model: the model chunk, possibly wrapped in ``Float16Module`` or DistributedDataParallel.
             nodes: node class or factory by slot, for every layer that has the slot.
             split_combine: put everything after the combine exchange into a slot of its own on the compute stream.
+            wgrad: ``"auto"`` defers weight gradients wherever a node can; schedules then need their ``W`` steps.
 
         Raises:
             UnsupportedLayerError: a model, layer or configuration that is not handled.
@@ -102,15 +111,19 @@ class ChunkPlan:
             if layer not in built:
                 fitting = {slot: node for slot, node in given.items() if LayerPlan.has_slot(layer, slot, split_combine)}
                 used |= fitting.keys()
-                built[layer] = LayerPlan.build(layer, nodes=fitting, split_combine=split_combine)
+                built[layer] = LayerPlan.build(layer, nodes=fitting, split_combine=split_combine, wgrad=wgrad)
         unused = [str(slot) for slot in given if slot not in used]
         if unused and built:
             raise PlanError(f"nodes names {', '.join(unused)}, which no layer of this chunk has; leave it out")
         return ChunkPlan([built[layer] for layer in (*chunk.decoder_layers, *chunk.mtp_layers)], chunk)
 
     @staticmethod
-    def of(layers: Sequence[LayerPlan]) -> ChunkPlan:
+    def of(layers: Sequence[LayerPlan], *, wgrad: WgradMode | str | None = None) -> ChunkPlan:
         """Join layer plans, without ends and without a model; a batch is then the first layer's input.
+
+        Args:
+            layers: the plans, in order.
+            wgrad: build each anew with this; None takes them as they are.
 
         Raises:
             PlanError: something else than layer plans.
@@ -120,7 +133,7 @@ class ChunkPlan:
                 raise PlanError(
                     f"ChunkPlan.of joins layer plans, found {type(plan).__name__}; use LayerPlan.build(layer)"
                 )
-        return ChunkPlan(layers, None)
+        return ChunkPlan(layers if wgrad is None else [plan.with_wgrad(wgrad) for plan in layers], None)
 
     def open(self, batch: Any) -> ChunkRun:
         """Begin one microbatch; a runner takes it from there, in one call or in several.
@@ -149,13 +162,17 @@ def _layer_shape(plan: LayerPlan, *, is_mtp: bool) -> LayerShape:
             stream = StreamType.COMM if slot in (Slot.MOE_DISPATCH, Slot.MOE_COMBINE) else StreamType.COMPUTE
             slots.append(SlotShape(name=slot.value, stream=stream, passthrough=True))
         elif slot in plan.nodes:
-            slots.append(SlotShape(name=slot.value, stream=plan.nodes[slot].stream))
+            slots.append(_slot_shape(slot.value, plan.nodes[slot]))
         slots += [
-            SlotShape(name=key.name, stream=plan.nodes[key].stream)
+            _slot_shape(key.name, plan.nodes[key])
             for key in names
             if not isinstance(key, Slot) and plan.root_of(key) is slot
         ]
     return LayerShape(kind="moe" if plan.is_moe else "dense", slots=tuple(slots), mtp=is_mtp)
+
+
+def _slot_shape(name: str, node: ScheduleNode) -> SlotShape:
+    return SlotShape(name=name, stream=node.stream, wgrad=bool(node.wgrad_parameters))
 
 
 def _places(
@@ -200,6 +217,7 @@ def _places(
                 node=node,
                 frees_input=node is not None and node.frees_input(),
                 touches_rng=node is not None and node.touches_rng(),
+                new_hook=node.new_hook if node is not None and slot.wgrad else None,
                 sites=own_sites.get((number, slot.name), ())
                 if chunk is None
                 else chunk.layer_sites(is_mtp=is_mtp, is_first_slot=is_first_slot),

@@ -64,6 +64,7 @@ class ChunkRun:
         slot = SlotRun(
             None if place.layer is None else self._layer_states[place.layer],
             self._state,
+            place.new_hook() if place.new_hook is not None and torch.is_grad_enabled() else None,
             is_first_layer=place.is_first_layer,
             is_last_layer=place.is_last_layer,
             is_mtp=place.is_mtp,
@@ -110,13 +111,22 @@ class ChunkRun:
         place = self.plan.places[index]
         if place.node is None:
             return
-        slot, self._slots[index] = self._slots[index], None
+        slot = self._slots[index]
+        if place.new_hook is None:
+            self._slots[index] = None
         if slot is None or self._gradient is None:
             raise NodeStateError(
                 f"B of {_text(place)} runs before its F, or a second time; run each slot's F first, and each B once"
             )
         gradient, self._gradient = self._gradient, None
         self._gradient = slot.backward(gradient)
+
+    def weight_gradients(self, index: int) -> None:
+        """Compute and deliver the weight gradients that the backward of the slot at place ``index`` deferred."""
+        slot, self._slots[index] = self._slots[index], None
+        if slot is None:
+            raise NodeStateError(f"W of {_text(self.plan.places[index])} runs before its B, or a second time")
+        slot.weight_gradients()
 
     def end_backward(self) -> Tensor | None:
         """Take the gradient of the chunk's input; None where there is none."""

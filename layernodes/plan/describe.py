@@ -21,7 +21,8 @@ class NodeDescription(BaseModel):
         reads, writes: handoffs, name to type, in this layer.
         frees_input: whether it permits freeing its input early; done only where proved safe.
         copies: why it works on or hands on copies under Megatron-Core's own node class; empty under ``install()``.
-        wgrad: names of the parameters whose deferred gradients its hook delivers.
+        with_backward: names of the trainable parameters whose gradients come with ``B``.
+        wgrad: names of those whose gradients come with ``W``.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -33,6 +34,7 @@ class NodeDescription(BaseModel):
     writes: dict[str, str]
     frees_input: bool
     copies: tuple[str, ...]
+    with_backward: tuple[str, ...]
     wgrad: tuple[str, ...]
 
 
@@ -64,8 +66,8 @@ def describe_layer(layer: Module, nodes: Mapping[Slot | ExtraSlot, ScheduleNode]
 
 
 def _describe_node(node: ScheduleNode, slot: Slot | ExtraSlot, names: Mapping[int, str]) -> NodeDescription:
-    hook = node.wgrad_hook()
-    parameters = () if hook is None else tuple(hook.parameters())
+    deferred = {id(parameter): parameter for parameter in node.wgrad_parameters}
+    trainable = {id(p): p for module in node.modules() for p in module.parameters() if p.requires_grad}
     return NodeDescription(
         slot=slot.value if isinstance(slot, Slot) else slot.name,
         stream=node.stream.value,
@@ -74,5 +76,6 @@ def _describe_node(node: ScheduleNode, slot: Slot | ExtraSlot, names: Mapping[in
         writes={name: spelling(kind) for name, kind in node._writes.items()},
         frees_input=node.frees_input(),
         copies=node.copies(),
-        wgrad=tuple(names.get(id(parameter), "?") for parameter in parameters),
+        with_backward=tuple(names.get(key, "?") for key in trainable if key not in deferred),
+        wgrad=tuple(names.get(key, "?") for key in deferred),
     )

@@ -305,7 +305,7 @@ class _Performance:
             if op.ends_backward:
                 run.end_backward()
         else:
-            raise NodeStateError(f"{op.text}: this chunk defers no weight gradients")
+            run.weight_gradients(op.place)
 
 
 def _make_streams(kind: StreamKind) -> Streams[Op]:

@@ -7,6 +7,7 @@ A slot's graph is its own: inputs are detached from the slot before, and backwar
                free the storage that inner shares with the previous outputs, on proof
     backward   run autograd from the outputs and from the handoffs written, with the gradients that arrived for them
                return the gradients of inner
+    weight_gradients    compute and deliver what that deferred
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from layernodes._megatron.shared_parameters import SharedGradients, Site, StandIns
+from layernodes._megatron.shared_parameters import SharedGradients, StandIns
 from layernodes.errors import NodeStateError
+from layernodes.nodes import WgradHook
 from layernodes.release import release_inputs
+from layernodes.wgrad import Site
 
 Values = tuple[Any, ...]
 """What passes between slots: mostly tensors; a slot may also return integers' tensors or None."""
@@ -40,6 +43,7 @@ class SlotRun:
         "_originals",
         "_outputs",
         "_stand_ins",
+        "bwd_dw_callables",
         "chunk_state",
         "is_first_layer",
         "is_last_layer",
@@ -48,13 +52,21 @@ class SlotRun:
     )
 
     def __init__(
-        self, layer_state: object, chunk_state: object, *, is_first_layer: bool, is_last_layer: bool, is_mtp: bool
+        self,
+        layer_state: object,
+        chunk_state: object,
+        hook: WgradHook | None,
+        *,
+        is_first_layer: bool,
+        is_last_layer: bool,
+        is_mtp: bool,
     ) -> None:
         self.layer_state = layer_state
         self.chunk_state = chunk_state
         self.is_first_layer = is_first_layer
         self.is_last_layer = is_last_layer
         self.is_mtp = is_mtp
+        self.bwd_dw_callables: tuple[WgradHook, ...] = () if hook is None else (hook,)
         self._inputs: Values = ()
         self._outputs: Values | None = None
         self._originals: list[Tensor] = []
@@ -134,8 +146,22 @@ class SlotRun:
                 accumulate_grad=True,
             )
         if stand_ins is not None:
-            stand_ins.collect()
+            if self.bwd_dw_callables:
+                self._stand_ins = stand_ins  # the deferred part is still to come
+            else:
+                stand_ins.collect()
         return tuple(t.grad if isinstance(t, Tensor) else None for t in inputs)
+
+    def weight_gradients(self) -> None:
+        """Compute and deliver what backward deferred."""
+        hooks, self.bwd_dw_callables = self.bwd_dw_callables, ()
+        if self._outputs is not None or not hooks:
+            raise NodeStateError("W of a slot before its B, or a second time; run it once, after its B")
+        for hook in hooks:
+            hook.backward_dw()
+        if self._stand_ins is not None:
+            self._stand_ins.collect()
+            self._stand_ins = None
 
     def close(self) -> None:
         """Forget everything; a second backward is an error."""

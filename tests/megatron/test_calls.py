@@ -121,7 +121,8 @@ def test_hooks_are_given_what_the_plain_model_gives(name: str) -> None:
         if cell.config.get("mlp_chunks_for_training"):
             # All chunks of a slot run before the next slot: each kind keeps its order, kinds interleave differently.
             kinds.sort(), others.sort()
-            events, actual[module] = (sorted(e, key=lambda event: event[0]) for e in (events, actual[module]))
+            events.sort(key=lambda event: event[0])
+            actual[module].sort(key=lambda event: event[0])
         assert kinds == others, module
         for i, ((kind, want), (_, got)) in enumerate(zip(events, actual[module], strict=True)):
             assert _same(want, got), (module, i, kind, _difference(want, got))
@@ -133,7 +134,9 @@ def _difference(a: Any, b: Any) -> str:
         return f"{len(a)} vs {len(b)} " + " ".join(parts)
     if isinstance(a, dict) and isinstance(b, dict):
         keys = f"{sorted(map(str, a.keys() ^ b.keys()))}"
-        return keys + " ".join(f"{key}: {_difference(a[key], b[key])}" for key in a.keys() & b.keys() if not _same(a[key], b[key]))
+        return keys + " ".join(
+            f"{key}: {_difference(a[key], b[key])}" for key in a.keys() & b.keys() if not _same(a[key], b[key])
+        )
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return f"{tuple(a.shape)} vs {tuple(b.shape)}"
     return f"{type(a).__name__} vs {type(b).__name__}"
@@ -156,7 +159,9 @@ def _changing_hooks(model: Any, pattern: str) -> None:
 
     module.register_forward_pre_hook(pre, with_kwargs=True)
     module.register_forward_hook(lambda _module, _args, output: _scaled(output))
-    module.register_full_backward_hook(lambda _module, inputs, _outputs: tuple(g if g is None else g * 2 for g in inputs))
+    module.register_full_backward_hook(
+        lambda _module, inputs, _outputs: tuple(g if g is None else g * 2 for g in inputs)
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,9 +169,7 @@ def _changing_hooks(model: Any, pattern: str) -> None:
     ["decoder", "decoder.layers.0", "decoder.layers.1.mlp", "mtp", "mtp.layers.0", "mtp.layers.0.mtp_model_layer"],
 )
 @pytest.mark.parametrize("cell", [by_name("mtp-tied-ep1"), by_name("mtp-paired-ep1")], ids=lambda cell: cell.name)
-def test_hooks_may_change_what_passes(
-    module: str, cell: Cell, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hooks_may_change_what_passes(module: str, cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook that replaces arguments, outputs or gradients has the effect that it has on the plain model."""
 
     def make(cell: Cell) -> Any:

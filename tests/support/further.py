@@ -21,9 +21,9 @@ def _overlap_cells() -> Iterator[Cell]:
         cell = by_name(name)
         yield replace(cell, name=f"{name}-overlap").with_config(**_OVERLAP)
         yield replace(cell, name=f"{name}-overlap-gate").with_config(**_OVERLAP, **_GATE)
-        yield replace(
-            cell, name=f"{name}-overlap-paired", num_microbatches=2, orders=("paired",)
-        ).with_config(**_OVERLAP, **_GATE)
+        yield replace(cell, name=f"{name}-overlap-paired", num_microbatches=2, orders=("paired",)).with_config(
+            **_OVERLAP, **_GATE
+        )
     cell = by_name("recompute-layernorm-ep2") if False else by_name("shared-overlap-ep2")
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "shared_experts"]}
     yield replace(cell, name="overlap-recompute").with_config(**recompute)
@@ -44,20 +44,23 @@ def _full_recompute_cells() -> Iterator[Cell]:
         yield replace(by_name("z-loss-ep2"), name=f"full-{method}-z-loss").with_config(**full)
         if method == "uniform":
             yield replace(by_name("mtp-aux-ep2"), name="full-uniform-mtp").with_config(**full)
-        yield replace(
-            by_name("alltoall-paired-ep2"), name=f"full-{method}-paired"
-        ).with_config(**full)
+        yield replace(by_name("alltoall-paired-ep2"), name=f"full-{method}-paired").with_config(**full)
 
 
 def _chunk_cells() -> Iterator[Cell]:
     """``mlp_chunks_for_training`` over MoE layers."""
-    for name in ("alltoall-shared-gate-ep1", "alltoall-shared-gate-ep2", "allgather-shared-ep2", "hybridep-shared-aux-ep2"):
+    for name in (
+        "alltoall-shared-gate-ep1",
+        "alltoall-shared-gate-ep2",
+        "allgather-shared-ep2",
+        "hybridep-shared-aux-ep2",
+    ):
         yield replace(by_name(name), name=f"chunks-{name}").with_config(mlp_chunks_for_training=3)
     cell = by_name("shared-overlap-ep2")
     yield replace(cell, name="chunks-overlap").with_config(mlp_chunks_for_training=2)
-    yield replace(by_name("padding-aux-ep2") if False else by_name("alltoall-padding-aux-ep2"), name="chunks-padding").with_config(
-        mlp_chunks_for_training=2
-    )
+    yield replace(
+        by_name("padding-aux-ep2") if False else by_name("alltoall-padding-aux-ep2"), name="chunks-padding"
+    ).with_config(mlp_chunks_for_training=2)
     yield replace(by_name("recompute-all-ep2"), name="chunks-recompute").with_config(mlp_chunks_for_training=2)
     yield replace(by_name("paired-shared-ep2"), name="chunks-paired").with_config(mlp_chunks_for_training=2)
     yield replace(by_name("mtp-aux-ep2"), name="chunks-mtp").with_config(mlp_chunks_for_training=2)
@@ -127,9 +130,9 @@ def _combined_cells() -> Iterator[Cell]:
     yield replace(by_name("deepep-ep2"), name="deepep-drop-pad").with_config(
         moe_expert_capacity_factor=1.0, moe_token_drop_policy="probs"
     )
-    yield replace(by_name("alltoall-moe-ep2"), name="force-balance-paired", num_microbatches=3, orders=("paired",)).with_config(
-        **_AUX, moe_router_topk=2
-    )
+    yield replace(
+        by_name("alltoall-moe-ep2"), name="force-balance-paired", num_microbatches=3, orders=("paired",)
+    ).with_config(**_AUX, moe_router_topk=2)
     yield replace(by_name("paired-uneven-ep2"), name="paired-uneven-drop", num_microbatches=3).with_config(
         moe_expert_capacity_factor=1.0, moe_token_drop_policy="probs"
     )

@@ -1,0 +1,30 @@
+# Each target makes .venv where it is missing (scripts/bootstrap.sh) and then runs one command in it.
+
+BIN := .venv/bin
+
+.PHONY: help demo test full soak lint
+
+help:  ## Show the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+demo:  ## A real MoE model through the nodes, compared with the plain one
+	@sh scripts/bootstrap.sh test
+	$(BIN)/layernodes demo
+
+test:  ## The test suite
+	@sh scripts/bootstrap.sh test
+	$(BIN)/python -m pytest
+
+full:  ## The test suite with the whole matrix, long property runs and time bars
+	@sh scripts/bootstrap.sh test
+	LAYERNODES_FULL=1 $(BIN)/python -m pytest -m ""
+
+soak:  ## The whole matrix of configurations, verdict by verdict
+	@sh scripts/bootstrap.sh test
+	$(BIN)/python -W ignore -m tests.support.matrix
+
+lint:  ## ruff and mypy
+	@sh scripts/bootstrap.sh dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
