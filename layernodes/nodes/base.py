@@ -27,7 +27,7 @@ from layernodes._megatron.caller import caller_frees_input, caller_frees_output
 from layernodes._megatron.deferral import deferrable_sites, deferring_parallel_linears
 from layernodes.errors import NodeDefinitionError, NodeStateError
 from layernodes.linear import deferring_linears
-from layernodes.nodes.edges import EdgeAudit
+from layernodes.nodes.edges import EdgeAudit, Forward
 from layernodes.release import is_sole_holder
 from layernodes.slots import ExtraSlot, Slot, StreamType
 from layernodes.state import HandoffMap, NodeContext, fits, handoffs_of, spelling
@@ -197,8 +197,6 @@ class ScheduleNode(ABC):
     @final
     def __call__(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run ``forward`` and hold it to the node's declarations; this is what a scheduler calls."""
-        if caller_frees_input(ctx) and self.keeps_input():
-            inputs = tuple(t.clone() if isinstance(t, Tensor) else t for t in inputs)
         if self._wgrad_sites and torch.is_grad_enabled():
             outputs = self._run_deferring(ctx, inputs)
         else:
@@ -241,9 +239,10 @@ class ScheduleNode(ABC):
         return StoreHook(self, () if own is None else (own,), {site.parameter: None for site in self._wgrad_sites})
 
     def _run(self, ctx: NodeContext, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        forward = _on_copies(self.forward) if caller_frees_input(ctx) and self.keeps_input() else self.forward
         if self._audit.is_due():
-            return self._audit.run(self, ctx, inputs)
-        return self.forward(ctx, *inputs)
+            return self._audit.run(self, forward, ctx, inputs)
+        return forward(ctx, *inputs)
 
     def _run_deferring(self, ctx: NodeContext, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         hook = find_hook(ctx, self)
@@ -276,6 +275,15 @@ class ScheduleNode(ABC):
                 f"{', '.join(untaken or unwritten)}; take and put each declared handoff in every forward, "
                 f"or call super().forward, which does"
             )
+
+
+def _on_copies(forward: Forward) -> Forward:
+    """``forward``, given copies of its inputs."""
+
+    def run(ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return forward(ctx, *(t.clone() if isinstance(t, Tensor) else t for t in inputs))
+
+    return run
 
 
 def _owned(outputs: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
