@@ -10,7 +10,7 @@ take outputs and gradients, close the runs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
@@ -19,21 +19,19 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 
-from layernodes.errors import NodeStateError, RankMismatchError, ScheduleError, StepError
+from layernodes.errors import NodeStateError, ScheduleError
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import ChunkRun
-from layernodes.plan.program import LANES, Op, Program, compile_steps
-from layernodes.plan.ranks import PendingCheck, RankCheck, fingerprint
+from layernodes.plan.performance import Performance, StepCallback
+from layernodes.plan.program import LANES, Call, Op, Program, compile_steps
+from layernodes.plan.ranks import RankCheck, fingerprint
 from layernodes.plan.rng import RngMode, StepGenerators
 from layernodes.plan.rules import Mode, Rules
 from layernodes.plan.schedule import PairSchedule, Schedule
-from layernodes.plan.step import Step
 from layernodes.plan.timeline import Interval, Timeline
 from layernodes.plan.validate import check
 from layernodes.slots import Phase
 from layernodes.streams import DeviceStreams, InlineStreams, Spans, Streams, ThreadStreams
-
-StepCallback = Callable[[Step], None]
 
 
 class StreamKind(StrEnum):
@@ -90,7 +88,7 @@ class Runner:
         self._before_step = before_step
         self._after_step = after_step
         self._ranks = RankCheck()
-        self._compiled: dict[tuple[int, ...], _Compiled] = {}
+        self._compiled: dict[tuple[Hashable, ...], _Compiled] = {}
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -150,6 +148,7 @@ class Runner:
         forward: ChunkRun | None,
         backward: ChunkRun | None,
         loss_grad: Any = None,
+        calls: Mapping[Call, Callable[[], None]] | None = None,
     ) -> Timeline:
         """Run a pair: the forward of one chunk run against the backward of another, opened in an earlier call.
 
@@ -160,16 +159,17 @@ class Runner:
             schedule: ``F0`` steps of ``forward``, ``B1`` and ``W1`` steps of ``backward``.
             forward, backward: chunk runs, of the same chunk or of two; either may be None.
             loss_grad: gradient of the output of ``backward``; None: ones.
+            calls: the trainer's functions around the passes, such as pipeline sends and receives.
 
         Raises:
             ScheduleError, RankMismatchError, StepError: as ``run``.
         """
         chunks = (None if forward is None else forward.plan, None if backward is None else backward.plan)
-        compiled = self._compile_pair(schedule, *chunks)
+        compiled = self._compile_pair(schedule, *chunks, frozenset(calls or ()))
         runs = [forward, backward]
         grads = [None, loss_grad]
         try:
-            return self._perform(compiled, runs, chunks[0] or chunks[1], grads)
+            return self._perform(compiled, runs, chunks[0] or chunks[1], grads, calls)
         except BaseException:
             for run in runs:
                 if run is not None:
@@ -185,15 +185,17 @@ class Runner:
         runs: Sequence[ChunkRun | None],
         chunk: ChunkPlan | None,
         loss_grads: Sequence[Any] | None,
+        calls: Mapping[Call, Callable[[], None]] | None = None,
     ) -> Timeline:
         if self._closed:
             raise NodeStateError("this Runner is closed; make another one")
         groups = () if chunk is None else chunk.exchange_groups()
         pending = self._ranks.issue(groups, compiled.fingerprint) if groups else None
         generators = StepGenerators() if self._rng is RngMode.PER_STEP else None
-        performance = _Performance(
+        performance = Performance(
             runs=runs,
             loss_grads=loss_grads,
+            calls=calls,
             pending=pending,
             generators=generators,
             before_step=self._before_step,
@@ -219,19 +221,32 @@ class Runner:
             compiled = self._compiled[key] = _Compiled(program, fingerprint(text), (schedule, chunk))
         return compiled
 
-    def _compile_pair(self, schedule: PairSchedule, forward: ChunkPlan | None, backward: ChunkPlan | None) -> _Compiled:
-        key = (id(schedule), id(forward), id(backward), -1)
+    def _compile_pair(
+        self,
+        schedule: PairSchedule,
+        forward: ChunkPlan | None,
+        backward: ChunkPlan | None,
+        calls: frozenset[Call],
+    ) -> _Compiled:
+        key = (id(schedule), id(forward), id(backward), calls)
         compiled = self._compiled.get(key)
         if compiled is None:
             rules = Rules.of_pair(
                 None if forward is None else forward.shape, None if backward is None else backward.shape
             )
             check(schedule.steps, rules)
-            program = compile_steps(schedule.steps, rules, [forward, backward])
+            lanes = {call: self._lane_of(call) for call in calls}
+            program = compile_steps(schedule.steps, rules, [forward, backward], lanes)
             compiled = self._compiled[key] = _Compiled(
                 program, fingerprint(f"pair\n{schedule}"), (schedule, forward, backward)
             )
         return compiled
+
+    def _lane_of(self, call: Call) -> int:
+        # On an accelerator the forward send runs on the communication stream, as Megatron-Core has it. Threads would
+        race
+        # in the pipeline's process group there, so they make all calls from the compute lane.
+        return 1 if call is Call.POST_FORWARD and isinstance(self._streams, DeviceStreams) else 0
 
 
 @final
@@ -242,70 +257,6 @@ class _Compiled:
     program: Program
     fingerprint: Tensor
     sources: tuple[object, ...]
-
-
-@final
-@dataclass(kw_only=True, slots=True)
-class _Performance:
-    """One run of a program: performs its steps and knows which are done."""
-
-    runs: Sequence[ChunkRun | None]
-    loss_grads: Sequence[Any] | None
-    pending: PendingCheck | None
-    generators: StepGenerators | None
-    before_step: StepCallback | None
-    after_step: StepCallback | None
-    completed: list[str]
-
-    def __init__(self, **fields: Any) -> None:
-        for name, value in fields.items():
-            setattr(self, name, value)
-        self.completed = []
-
-    def perform(self, op: Op, stream: torch.Stream | None) -> None:
-        """Run one step; whatever it raises surfaces as StepError."""
-        try:
-            if self.pending is not None and op.lane == 1:
-                self.pending.wait()
-            if self.before_step is not None:
-                self.before_step(op.step)
-            if torch._C._autograd._profiler_enabled():
-                with torch.profiler.record_function(op.text):
-                    self._run(op, stream)
-            else:
-                self._run(op, stream)
-            if self.after_step is not None:
-                self.after_step(op.step)
-        except RankMismatchError:
-            raise
-        except Exception as error:
-            raise StepError(
-                f"{op.text} raised {type(error).__name__}: {error} (layer {op.step.layer}, microbatch "
-                f"{op.step.microbatch}; {len(self.completed)} steps had completed)",
-                step=op.text,
-                layer=op.step.layer,
-                microbatch=op.step.microbatch,
-                completed=self.completed,
-            ) from error
-        self.completed.append(op.text)
-
-    def _run(self, op: Op, stream: torch.Stream | None) -> None:
-        run = self.runs[op.run]
-        assert run is not None
-        if op.step.phase is Phase.F:
-            if self.generators is not None and run.plan.places[op.place].touches_rng:
-                self.generators.enter(op.step)
-            run.forward(op.place, stream)
-            if op.ends_forward:
-                run.end_forward()
-        elif op.step.phase is Phase.B:
-            if op.begins_backward:
-                run.begin_backward(None if self.loss_grads is None else self.loss_grads[op.run])
-            run.backward(op.place)
-            if op.ends_backward:
-                run.end_backward()
-        else:
-            run.weight_gradients(op.place)
 
 
 def _make_streams(kind: StreamKind) -> Streams[Op]:

@@ -383,7 +383,8 @@ class TestCases:
         assert buffer.grad is None  # the caller's buffer takes no part in the node's graph
 
     def test_unused_and_integer_outputs(self) -> None:
-        """A float output, an integer map and a float output that nobody uses: backward works, the unused one gets none."""
+        """A float output, an integer map and a float output that nobody uses: backward works, the unused one gets
+        none."""
 
         def three(node: Any, ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return x * 2, torch.tensor([1, 0]), x * 7
