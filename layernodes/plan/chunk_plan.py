@@ -147,6 +147,18 @@ class ChunkPlan:
         """
         return ChunkRun(self, self._chunk, batch)
 
+    @property
+    def model(self) -> Module:
+        """The ``GPTModel`` of a chunk built from one, out of its wrappers.
+
+        Raises:
+            PlanError: the chunk was joined from layer plans.
+        """
+        if self._chunk is None:
+            raise PlanError("this chunk was joined from layer plans and has no model; use ChunkPlan.build(model)")
+        model: Module = self._chunk.model
+        return model
+
     def exchange_groups(self) -> tuple[ProcessGroup, ...]:
         """The process groups over which the chunk exchanges tokens."""
         return () if self._chunk is None else self._chunk.exchange_groups()

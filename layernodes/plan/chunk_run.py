@@ -97,6 +97,17 @@ class ChunkRun:
         self.output = detached[0] if len(detached) == 1 else detached
         return self.output
 
+    @property
+    def value(self) -> Any:
+        """What the latest forward slot returned, as a leaf that requires grad; what a pipeline sends on."""
+        value = self.output if self._value is None else self._value[0] if len(self._value) == 1 else self._value
+        return value.detach().requires_grad_(True) if isinstance(value, Tensor) else value
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient that the latest backward slot returned; what a pipeline sends back."""
+        return self._gradient[0] if self._gradient else self.input_grad
+
     def begin_backward(self, gradient: Any) -> None:
         """Hand over the gradient of the output; None: ones like it."""
         if gradient is None:

@@ -244,8 +244,7 @@ class Runner:
 
     def _lane_of(self, call: Call) -> int:
         # On an accelerator the forward send runs on the communication stream, as Megatron-Core has it. Threads would
-        race
-        # in the pipeline's process group there, so they make all calls from the compute lane.
+        # race in the pipeline's process group there, so they make all calls from the compute lane.
         return 1 if call is Call.POST_FORWARD and isinstance(self._streams, DeviceStreams) else 0
 
 
@@ -272,6 +271,8 @@ def _make_streams(kind: StreamKind) -> Streams[Op]:
 def _timeline(program: Program, spans: Spans) -> Timeline:
     return Timeline(
         tuple(
-            Interval(op.step, LANES[op.lane], start, end) for op, (start, end) in zip(program.ops, spans, strict=True)
+            Interval(op.step, LANES[op.lane], start, end)
+            for op, (start, end) in zip(program.ops, spans, strict=True)
+            if op.step is not None
         )
     )
