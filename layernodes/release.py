@@ -6,6 +6,8 @@ Contract: ``release_inputs`` empties the storage that a slot's input (``inner``)
     the storage      is held by ``outer``, ``inner`` and the handle through which we look: 3
     ``outer``        is held by its Python object only: 1 (2: the producer's autograd saved it)
     ``inner``        is held by its Python object, and by its accumulation node where it requires grad: 1 or 2
+    Python's ``inner`` is referenced by the sequence of the slot's inputs and nothing else: an output that is the input
+                     itself, an ``autograd.Function`` that keeps it as an attribute, a node that remembers it
 
 Anything else - a view, a saved input or output, a buffer that is global to the process - shows up as one more holder,
 and then the storage is kept. Which names a node has, or which dispatcher a layer has, plays no part.
@@ -13,12 +15,16 @@ and then the storage is kept. Which names a node has, or which dispatcher a laye
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
-_LOOKING = 1  # the handle through which a storage's holders are counted
+_LOOKING: Final = 1  # the handle through which a storage's holders are counted
 
 
 def num_storage_holders(tensor: Tensor) -> int:
@@ -40,9 +46,8 @@ def is_sole_holder(tensor: Tensor) -> bool:
 def may_release(outer: Tensor, inner: Tensor) -> bool:
     """Whether the storage shared by ``outer`` (an output) and ``inner`` (its detached copy) has no other user.
 
-    Call it after the forward that consumed ``inner``, while both are alive. What it cannot see is a further reference
-    to
-    the very objects ``outer`` and ``inner``: those are the caller's to know.
+    Call it after the forward that consumed ``inner``, while both are alive. What it cannot see is a further reference of
+    Python to the very objects ``outer`` and ``inner``; ``release_inputs`` sees those to ``inner``.
     """
     if outer.data_ptr() != inner.data_ptr():
         return False
@@ -50,28 +55,48 @@ def may_release(outer: Tensor, inner: Tensor) -> bool:
     return num_storage_holders(outer) == 2 and num_tensor_holders(outer) == 1 and num_tensor_holders(inner) <= most
 
 
-def release_inputs(
-    outers: Sequence[object],
-    inners: Sequence[object],
-    outputs: Sequence[object],
-    stream: torch.Stream | None = None,
-) -> int:
+def release_inputs(outers: Sequence[object], inners: Sequence[object], stream: torch.Stream | None = None) -> int:
     """Empty the storage of each input of a slot where that is proved safe; tells how many were emptied.
 
     Args:
-        outers: the outputs of the slot before.
-        inners: the slot's detached inputs, which share their storages.
-        outputs: what the slot returned; an input returned as it is stays.
+        outers: the outputs of the slot before. Whoever else refers to these objects must expect them to be emptied.
+        inners: the slot's detached inputs, which share their storages; the only sequence that holds them.
         stream: the accelerator stream that may still be reading the inputs; None on a CPU.
     """
-    returned = {id(output) for output in outputs}
     num_released = 0
-    for outer, inner in zip(outers, inners, strict=True):
-        if not isinstance(outer, Tensor) or not isinstance(inner, Tensor) or id(inner) in returned:
-            continue
-        if may_release(outer, inner):
+    for i, outer in enumerate(outers):
+        if isinstance(outer, Tensor) and _may_release_input(outer, inners, i):
             if stream is not None:
                 outer.record_stream(stream)
             outer.untyped_storage().resize_(0)
             num_released += 1
     return num_released
+
+
+def _may_release_input(outer: Tensor, inners: Sequence[object], i: int) -> bool:
+    inner = inners[i]
+    if not isinstance(inner, Tensor) or not may_release(outer, inner):
+        return False
+    expected = _references_of_leaf() if num_tensor_holders(inner) > 1 else 1
+    del inner  # one reference fewer to account for
+    return _num_references(inners, i) == expected
+
+
+def _num_references(items: Sequence[object], i: int) -> int:
+    """How many references Python counts to ``items[i]``, that of ``items`` included."""
+    lone = [object()]  # how much looking itself adds differs between versions of Python
+    return sys.getrefcount(items[i]) - sys.getrefcount(lone[0]) + 1
+
+
+@functools.cache
+def _references_of_leaf() -> int:
+    """How many references Python counts to a tensor in a sequence once an accumulation node holds it too.
+
+    Some versions of torch keep the Python object alive by one reference of their own while C++ holds the tensor.
+    """
+    with torch.enable_grad():
+        leaf = [torch.empty(0, requires_grad=True)]
+        edge = get_gradient_edge(leaf[0])
+    references = _num_references(leaf, 0)
+    del edge
+    return references

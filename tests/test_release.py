@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from layernodes.release import is_sole_holder, may_release, num_storage_holders, num_tensor_holders, release
+from layernodes.release import is_sole_holder, may_release, num_storage_holders, num_tensor_holders, release_inputs
 
 
-def _cut(outer: Tensor) -> Tensor:
-    """A consumer's detached input, as a schedule node makes it."""
-    inner = outer.detach()
-    inner.requires_grad_(outer.requires_grad)
-    return inner
+def _cut(outer: Tensor) -> list[Tensor]:
+    """A consumer's detached input, as a schedule node makes it, in the sequence that holds it."""
+    return [outer.detach().requires_grad_(outer.requires_grad)]
+
+
+def release(outer: Tensor, inners: list[Tensor]) -> bool:
+    """Release one input; tells whether it was emptied."""
+    return release_inputs([outer], inners) == 1
 
 
 def _produced(*, requires_grad: bool = True) -> Tensor:
@@ -54,14 +58,38 @@ def test_frees_what_nobody_uses(name: str, requires_grad: bool) -> None:
     """A consumer that saves nothing of its input lets go of it, with and without a gradient."""
     outer = _produced(requires_grad=requires_grad)
     inner = _cut(outer)
-    output = _SAFE[name](inner)
+    output = _SAFE[name](inner[0])
     assert release(outer, inner)
     assert outer.untyped_storage().nbytes() == 0
-    assert inner.untyped_storage().nbytes() == 0
+    assert inner[0].untyped_storage().nbytes() == 0
     if isinstance(output, Tensor) and output.requires_grad:
         output.sum().backward()
-        if requires_grad:
-            assert inner.grad is not None
+        assert (inner[0].grad is not None) is requires_grad
+
+
+class _KeepsAsAttribute(torch.autograd.Function):
+    """What many write in place of ``save_for_backward``: autograd does not know that it holds the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x = x
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * ctx.x * grad
+
+
+class _Saves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
 
 
 _WEIGHT = torch.randn(4, 5, requires_grad=True)
@@ -72,9 +100,11 @@ _KEEPING: dict[str, Callable[[Tensor], object]] = {
     "identity": lambda inner: inner,
     "chunk": lambda inner: inner.chunk(2),
     "detached": lambda inner: inner.detach(),
-    "element": lambda inner: inner.view(-1)[0],
-    "storage": lambda inner: inner.untyped_storage(),
-    "gelu": torch.nn.functional.gelu,
+    "closure": lambda inner: lambda: inner.sum(),
+    "remembered": lambda inner: {"latest": inner},
+    "attribute": lambda inner: _KeepsAsAttribute.apply(inner),
+    "saved": lambda inner: _Saves.apply(inner),
+    "gelu": lambda inner: torch.nn.functional.gelu(inner),
 }
 
 
@@ -84,8 +114,9 @@ def test_keeps_what_the_consumer_uses(name: str) -> None:
     outer = _produced()
     inner = _cut(outer)
     value = outer.detach().clone()
-    output = _KEEPING[name](inner)
-    assert not release(outer, inner)
+    output = _KEEPING[name](inner[0])
+    released = release(outer, inner)
+    assert not released  # the tensors themselves must not be printed
     assert torch.equal(outer, value)
     del output
 
@@ -118,20 +149,22 @@ def test_keeps_a_process_global_buffer() -> None:
     assert buffer.untyped_storage().nbytes() == 64 * 4
 
 
-def test_keeps_what_a_hook_saved() -> None:
-    """A Python reference to the outer or the inner tensor itself is one more user."""
+def test_keeps_an_input_that_somebody_refers_to() -> None:
+    """A reference of Python to the input, which no counter of torch's shows, is one more user."""
     outer = _produced()
     inner = _cut(outer)
-    kept = inner.untyped_storage()
-    assert not may_release(outer, inner)
-    del kept
-    assert may_release(outer, inner)
+    reference = inner[0]
+    assert may_release(outer, reference)
+    released = release(outer, inner)
+    assert not released
+    del reference
+    assert release(outer, inner)
 
 
 def test_does_not_touch_tensors_with_storages_of_their_own() -> None:
     """An input that is a copy of the output (made viewless) frees nothing."""
     outer = _produced()
-    assert not release(outer, outer.clone())
+    assert not release(outer, [outer.clone()])
     assert outer.untyped_storage().nbytes() > 0
 
 
@@ -139,14 +172,14 @@ def test_keeps_a_second_input_with_the_same_storage() -> None:
     """One tensor handed to two inputs of a node is kept for both."""
     outer = _produced()
     first, second = _cut(outer), _cut(outer)
-    assert not release(outer, first)
-    assert not release(outer, second)
+    assert release_inputs([outer, outer], [*first, *second]) == 0
 
 
 def test_an_empty_tensor_is_no_trouble() -> None:
     """A rank that receives no token has inputs of no rows."""
     outer = torch.zeros(0, 4, requires_grad=True) * 1.0
     inner = _cut(outer)
-    (inner * 2.0).sum().backward()
+    output = inner[0] * 2.0
     release(outer, inner)
-    assert inner.grad is not None
+    output.sum().backward()
+    assert inner[0].grad is not None

@@ -80,8 +80,7 @@ class ProvingLayerNode(_Backward, TransformerLayerNode):  # type: ignore[misc]
             output = super()._forward(*inputs)
         frees_input = getattr(self.submodule, "frees_input", None)
         if frees_input is not None and frees_input():
-            outputs = output if isinstance(output, tuple) else (output,)
-            release_inputs(inputs, self.inputs, outputs, current_device_stream(inputs[0]))
+            release_inputs(inputs, self.inputs, current_device_stream(inputs[0]))
         return output
 
 

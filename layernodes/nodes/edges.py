@@ -11,6 +11,7 @@ node's graph, depending on who frees what first. So on the first forward of a no
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Final, final
 
 import torch
@@ -25,15 +26,19 @@ if TYPE_CHECKING:
 
 _LEAVES: Final = "layernodes_leaves"
 
+_Leaves = dict[int, tuple[weakref.ref[Tensor], str]]
+"""Inputs and handoffs of a layer and microbatch by id, with what they are; weak, so that none lives for it."""
+
 
 @final
 class EdgeAudit:
     """Audits one node's first forward that records a graph; idle ever after."""
 
-    __slots__ = ("_allowed", "_done", "_leaves", "_roots", "_slot")
+    __slots__ = ("_allowed", "_done", "_leaves", "_roots", "_running", "_slot")
 
     def __init__(self) -> None:
         self._done = False
+        self._running = False
         self._reset({}, "")
 
     def is_due(self) -> bool:
@@ -42,22 +47,24 @@ class EdgeAudit:
 
     def run(self, node: ScheduleNode, ctx: NodeContext, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         """Run the node's forward and check its edges; NodeStateError names what was reached and how to declare it."""
-        leaves: dict[int, tuple[Tensor, str]] = ctx.layer_state.__dict__.setdefault(_LEAVES, {})
+        leaves: _Leaves = ctx.layer_state.__dict__.setdefault(_LEAVES, {})
         slot = str(node.slot) if isinstance(node.slot, str) else node.slot.name
         self._reset(leaves, slot)
         for i, tensor in enumerate(inputs):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 self._allow(tensor)
-                leaves[id(tensor)] = (tensor, f"input {i} of {slot}")
+                leaves[id(tensor)] = (weakref.ref(tensor), f"input {i} of {slot}")
         start = torch._C._autograd._get_sequence_nr()
+        self._running = True
         try:
             outputs = node.forward(ctx, *inputs)
             flat = outputs if isinstance(outputs, tuple) else (outputs,)
             self._roots.extend((t, f"output {i}") for i, t in enumerate(flat) if isinstance(t, Tensor))
             found = self._find_foreign(start)
         finally:
+            self._running = False
             self._reset({}, slot)
-        self._done = True
+        self._done = found is None
         if found:
             reached, root = found
             raise NodeStateError(
@@ -69,16 +76,16 @@ class EdgeAudit:
 
     def wrote(self, name: str, original: Tensor, detached: Tensor) -> None:
         """Note a differentiable handoff written during the audited forward."""
-        if self._leaves is not None and not self._done:
+        if self._running:
             self._roots.append((original, f"handoff {name!r}"))
-            self._leaves[id(detached)] = (detached, f"handoff {name!r} written by {self._slot}")
+            self._leaves[id(detached)] = (weakref.ref(detached), f"handoff {name!r} written by {self._slot}")
 
     def took(self, value: object) -> None:
         """Note a handoff taken during the audited forward."""
-        if not self._done and isinstance(value, Tensor):
+        if self._running and isinstance(value, Tensor):
             self._allow(value)
 
-    def _reset(self, leaves: dict[int, tuple[Tensor, str]], slot: str) -> None:
+    def _reset(self, leaves: _Leaves, slot: str) -> None:
         self._leaves = leaves
         self._slot = slot
         self._allowed: dict[int, Tensor] = {}
@@ -111,4 +118,5 @@ class EdgeAudit:
         return None
 
     def _is_foreign_leaf(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._leaves and id(tensor) not in self._allowed
+        leaf = self._leaves.get(id(tensor))
+        return leaf is not None and leaf[0]() is tensor and id(tensor) not in self._allowed

@@ -98,7 +98,7 @@ class SlotRun:
             returned = run_node(self, *inner)
         self._outputs = returned if isinstance(returned, tuple) else (returned,)
         if frees_input:
-            release_inputs(previous, inner, self._outputs, stream)
+            release_inputs(previous, inner, stream)
         return self._outputs
 
     def backward(self, gradients: Values) -> Values:
