@@ -6,7 +6,8 @@ in the order in which the schedule runs the B of the step that owns the paramete
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +18,12 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from torch import Tensor
 
 from layernodes import ChunkPlan, Runner, RunResult, Schedule
+from tests import oracle
 from tests.support.build import Microbatch, make_microbatches, make_model, reset_globals
 from tests.support.compare import Snapshot, differing
 from tests.support.configs import Cell
 from tests.support.owners import owner
+from tests.support.strategies import plain
 
 
 @dataclass(kw_only=True)
@@ -217,4 +220,25 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().clone()
 
 
-MakeSchedule = Callable[[Any, int], Schedule]
+def random_schedule(bench: Bench, seed: int, *, split_combine: bool = False, mode: str = "train") -> Schedule:
+    """A valid schedule of the bench's chunk, drawn by the hand-written oracle."""
+    shape = bench.chunk(split_combine=split_combine).shape
+    texts = oracle.random_schedule(plain(shape), len(bench.microbatches), random.Random(seed), mode)
+    return Schedule.parse("\n".join(texts))
+
+
+def check_example(cell: Cell, *, seed: int, streams: str, split_combine: bool, has_grads: bool) -> None:
+    """One example of the property; an AssertionError says what differs."""
+    bench = Bench(cell)
+    schedule = random_schedule(bench, seed, split_combine=split_combine)
+    before = None
+    if has_grads:
+        generator = torch.Generator().manual_seed(seed)
+        before = {
+            name: torch.randn(p.shape, generator=generator).to(p.dtype)
+            for name, p in bench.model.named_parameters()
+            if p.requires_grad
+        }
+    for _ in range(2):  # the second time through the same plan, whose state must not tell
+        names = bench.check(schedule, streams=streams, split_combine=split_combine, grads_before=before)
+        assert not names, (names[:5], str(schedule))
