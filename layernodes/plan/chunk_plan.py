@@ -29,6 +29,7 @@ class ChunkPlace:
         slot: name of the slot.
         stream: where it runs.
         node: called ``node(ctx, *inputs)``; None for a pass-through.
+        reads: the handoffs that it takes.
         frees_input, touches_rng: what the node says of itself.
         sites: where it holds parameters that other nodes of the chunk use too.
         is_first_layer, is_last_layer, is_mtp: what the node is told of its layer.
@@ -38,6 +39,7 @@ class ChunkPlace:
     slot: str
     stream: StreamType
     node: Callable[..., Any] | None
+    reads: tuple[str, ...] = ()
     frees_input: bool = False
     touches_rng: bool = True
     sites: tuple[Site, ...] = ()
@@ -198,6 +200,7 @@ def _places(
                 slot=slot.name,
                 stream=slot.stream,
                 node=node,
+                reads=() if node is None else tuple(node.reads),
                 frees_input=node is not None and node.frees_input(),
                 touches_rng=node is not None and node.touches_rng(),
                 sites=own_sites.get((number, slot.name), ())

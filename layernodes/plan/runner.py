@@ -18,8 +18,10 @@ from typing import Any, Self, final
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from layernodes.errors import NodeStateError, RankMismatchError, ScheduleError, StepError
+from layernodes.lane import Lane
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import ChunkRun
 from layernodes.plan.program import LANES, Op, Program, compile_steps
@@ -262,18 +264,18 @@ class _Performance:
             setattr(self, name, value)
         self.completed = []
 
-    def perform(self, op: Op, stream: torch.Stream | None) -> None:
+    def perform(self, op: Op, lane: Lane | None) -> None:
         """Run one step; whatever it raises surfaces as StepError."""
         try:
             if self.pending is not None and op.lane == 1:
                 self.pending.wait()
             if self.before_step is not None:
                 self.before_step(op.step)
-            if torch._C._autograd._profiler_enabled():
-                with torch.profiler.record_function(op.text):
-                    self._run(op, stream)
+            if profiler._is_profiler_enabled:  # on any thread; that of the thread itself may be unaware
+                with profiler.record_function(op.text):
+                    self._run(op, lane)
             else:
-                self._run(op, stream)
+                self._run(op, lane)
             if self.after_step is not None:
                 self.after_step(op.step)
         except RankMismatchError:
@@ -289,19 +291,19 @@ class _Performance:
             ) from error
         self.completed.append(op.text)
 
-    def _run(self, op: Op, stream: torch.Stream | None) -> None:
+    def _run(self, op: Op, lane: Lane | None) -> None:
         run = self.runs[op.run]
         assert run is not None
         if op.step.phase is Phase.F:
             if self.generators is not None and run.plan.places[op.place].touches_rng:
                 self.generators.enter(op.step)
-            run.forward(op.place, stream)
+            run.forward(op.place, lane)
             if op.ends_forward:
                 run.end_forward()
         elif op.step.phase is Phase.B:
             if op.begins_backward:
                 run.begin_backward(None if self.loss_grads is None else self.loss_grads[op.run])
-            run.backward(op.place)
+            run.backward(op.place, lane)
             if op.ends_backward:
                 run.end_backward()
         else:

@@ -69,7 +69,8 @@ def cells(draw: st.DrawFn, *, max_microbatches: int = 4, dropout: bool = False) 
         config["mtp_use_repeated_layer"] = True
     if dropout:
         config |= {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-    frozen = tuple(draw(st.lists(st.sampled_from(_FROZEN), unique=True, max_size=2))) if draw(st.booleans()) else ()
+    # Megatron-Core's recompute needs inputs that require grad.
+    frozen = draw(st.lists(st.sampled_from(_FROZEN), unique=True, max_size=2)) if not recompute else []
     return Cell(
         name="drawn",
         layers=layers,
@@ -80,7 +81,7 @@ def cells(draw: st.DrawFn, *, max_microbatches: int = 4, dropout: bool = False) 
         labels=labels,
         local_experts=draw(st.sampled_from([1, 2, 4])) if config.get("moe_router_topk", 2) == 1 else 4,
         config=config,
-        frozen=frozen,
+        frozen=tuple(frozen),
         padding=draw(st.booleans()),
         loss_mask=draw(st.booleans()) and post_process,
         final_norm=draw(st.integers(0, 4)) > 0,
