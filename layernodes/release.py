@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from layernodes.lane import Lane, empty_storage
+
 _LOOKING: Final = 1  # the handle through which a storage's holders are counted
 
 
@@ -47,8 +49,7 @@ def may_release(outer: Tensor, inner: Tensor) -> bool:
     """Whether the storage shared by ``outer`` (an output) and ``inner`` (its detached copy) has no other user.
 
     Call it after the forward that consumed ``inner``, while both are alive. What it cannot see is a further reference
-    of
-    Python to the very objects ``outer`` and ``inner``; ``release_inputs`` sees those to ``inner``.
+    of Python to the very objects ``outer`` and ``inner``; ``release_inputs`` sees those to ``inner``.
     """
     if outer.data_ptr() != inner.data_ptr():
         return False
@@ -56,20 +57,21 @@ def may_release(outer: Tensor, inner: Tensor) -> bool:
     return num_storage_holders(outer) == 2 and num_tensor_holders(outer) == 1 and num_tensor_holders(inner) <= most
 
 
-def release_inputs(outers: Sequence[object], inners: Sequence[object], stream: torch.Stream | None = None) -> int:
+def release_inputs(outers: Sequence[object], inners: Sequence[object], lane: Lane | None = None) -> int:
     """Empty the storage of each input of a slot where that is proved safe; tells how many were emptied.
 
     Args:
         outers: the outputs of the slot before. Whoever else refers to these objects must expect them to be emptied.
         inners: the slot's detached inputs, which share their storages; the only sequence that holds them.
-        stream: the accelerator stream that may still be reading the inputs; None on a CPU.
+        lane: the lane whose work may still be reading the inputs; None on a CPU.
     """
     num_released = 0
     for i, outer in enumerate(outers):
         if isinstance(outer, Tensor) and _may_release_input(outer, inners, i):
-            if stream is not None:
-                outer.record_stream(stream)
-            outer.untyped_storage().resize_(0)
+            if lane is None:
+                empty_storage(outer)
+            else:
+                lane.releases(outer)
             num_released += 1
     return num_released
 

@@ -6,7 +6,7 @@ attribute. Here the same object carries one ``Handoffs``, and nothing else of ou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import UnionType
 from typing import Protocol, final, runtime_checkable
 
@@ -79,6 +79,10 @@ class Handoffs:
             ) from None
         self._spent.add(name)
         return value
+
+    def waiting(self, names: Iterable[str]) -> list[object]:
+        """The values of those of ``names`` that wait to be taken."""
+        return [self._values[name] for name in names if name in self._values]
 
     def pending(self) -> tuple[str, ...]:
         """Names written and not yet taken."""

@@ -22,7 +22,7 @@ from torch.autograd import Variable
 
 from layernodes._megatron.layer import begin_decoder, end_decoder
 from layernodes._megatron.shared_parameters import SharedParameters, StandIns, shared_gradients_of
-from layernodes._megatron.streams import current_device_stream
+from layernodes._megatron.streams import current_lane
 from layernodes.release import release_inputs
 from layernodes.wgrad import Site
 
@@ -93,7 +93,7 @@ class ProvingLayerNode(_Backward, TransformerLayerNode):  # type: ignore[misc]
             output = super()._forward(*inputs)
         frees_input = getattr(self.submodule, "frees_input", None)
         if frees_input is not None and frees_input():
-            release_inputs(inputs, self.inputs, current_device_stream(inputs[0]))
+            release_inputs(inputs, self.inputs, current_lane(inputs[0]))
         return output
 
 

@@ -31,6 +31,7 @@ class ChunkPlace:
         slot: name of the slot.
         stream: where it runs.
         node: called ``node(ctx, *inputs)``; None for a pass-through.
+        reads: the handoffs that it takes.
         frees_input, touches_rng: what the node says of itself.
         new_hook: makes the weight-gradient hook of a microbatch; None where the slot has no ``W`` step.
         deferred: ids of the parameters whose gradients come with ``W``.
@@ -42,6 +43,7 @@ class ChunkPlace:
     slot: str
     stream: StreamType
     node: Callable[..., Any] | None
+    reads: tuple[str, ...] = ()
     frees_input: bool = False
     touches_rng: bool = True
     new_hook: Callable[[], WgradHook | None] | None = None
@@ -229,6 +231,7 @@ def _places(
                 slot=slot.name,
                 stream=slot.stream,
                 node=node,
+                reads=() if node is None else tuple(node.reads),
                 frees_input=node is not None and node.frees_input(),
                 touches_rng=node is not None and node.touches_rng(),
                 new_hook=node.new_hook if node is not None and slot.wgrad else None,

@@ -11,6 +11,7 @@ from torch import Tensor
 from layernodes._megatron.chunk import ChunkState, GPTChunk
 from layernodes._megatron.shared_parameters import SharedGradients
 from layernodes.errors import NodeStateError
+from layernodes.lane import Lane
 from layernodes.plan.slot_run import LayerState, SlotRun, Values
 from layernodes.state import handoffs_of
 
@@ -32,7 +33,7 @@ class ChunkRun:
 
     __slots__ = (
         "_gradient",
-        "_input",
+        "_is_input",
         "_layer_states",
         "_shared",
         "_slots",
@@ -49,12 +50,13 @@ class ChunkRun:
         self.input_grad: Tensor | None = None
         self._state, given = _begin(chunk, batch)
         self._value: Values | None = () if given is None else (given,)
+        self._is_input = True  # the caller's own tensor, whose storage is not ours to free
         self._gradient: Values | None = None
         self._layer_states: list[LayerState] = [LayerState() for _ in plan.layers]
         self._slots: list[SlotRun | None] = [None] * len(plan.places)
         self._shared = SharedGradients()
 
-    def forward(self, index: int, stream: torch.Stream | None) -> None:
+    def forward(self, index: int, lane: Lane | None = None) -> None:
         """Run the forward of the slot at place ``index``."""
         place = self.plan.places[index]
         if place.node is None:
@@ -71,14 +73,19 @@ class ChunkRun:
             is_mtp=place.is_mtp,
         )
         previous, self._value = self._value, None
+        if lane is not None:
+            lane.may_use(vars(self._state))
+            if place.layer is not None:
+                lane.uses(handoffs_of(slot.layer_state).waiting(place.reads))
         self._value = slot.forward(
             place.node,
             previous,
-            frees_input=place.frees_input,
-            stream=stream,
+            frees_input=place.frees_input and not self._is_input,
+            lane=lane,
             sites=place.sites,
             shared=self._shared,
         )
+        self._is_input = False
         if torch.is_grad_enabled():
             self._slots[index] = slot
 
@@ -118,7 +125,7 @@ class ChunkRun:
         else:
             self._gradient = gradient if isinstance(gradient, tuple) else (gradient,)
 
-    def backward(self, index: int) -> None:
+    def backward(self, index: int, lane: Lane | None = None) -> None:
         """Run the backward of the slot at place ``index``."""
         place = self.plan.places[index]
         if place.node is None:
@@ -131,7 +138,7 @@ class ChunkRun:
                 f"B of {_text(place)} runs before its F, or a second time; run each slot's F first, and each B once"
             )
         gradient, self._gradient = self._gradient, None
-        self._gradient = slot.backward(gradient)
+        self._gradient = slot.backward(gradient, lane)
 
     def weight_gradients(self, index: int) -> None:
         """Compute and deliver the weight gradients that the backward of the slot at place ``index`` deferred."""

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
-import torch
+from torch.autograd import profiler
 
 from layernodes.errors import RankMismatchError, StepError
+from layernodes.lane import Lane
 from layernodes.plan.chunk_run import ChunkRun
 from layernodes.plan.program import Call, Op
 from layernodes.plan.ranks import PendingCheck
@@ -43,16 +44,16 @@ class Performance:
     after_step: StepCallback | None
     completed: list[str] = field(default_factory=list)
 
-    def perform(self, op: Op, stream: torch.Stream | None) -> None:
+    def perform(self, op: Op, lane: Lane | None) -> None:
         """Run one step or call; whatever it raises surfaces as StepError."""
         try:
             if self.pending is not None and op.lane == 1:
                 self.pending.wait()
-            if torch._C._autograd._profiler_enabled():
-                with torch.profiler.record_function(op.text):
-                    self._run(op, stream)
+            if profiler._is_profiler_enabled:  # on any thread; that of the thread itself may be unaware
+                with profiler.record_function(op.text):
+                    self._run(op, lane)
             else:
-                self._run(op, stream)
+                self._run(op, lane)
         except RankMismatchError:
             raise
         except Exception as error:
@@ -67,7 +68,7 @@ class Performance:
             ) from error
         self.completed.append(op.text)
 
-    def _run(self, op: Op, stream: torch.Stream | None) -> None:
+    def _run(self, op: Op, lane: Lane | None) -> None:
         step = op.step
         if step is None:
             if self.calls is not None and op.call is not None:
@@ -80,13 +81,13 @@ class Performance:
         if step.phase is Phase.F:
             if self.generators is not None and run.plan.places[op.place].touches_rng:
                 self.generators.enter(step)
-            run.forward(op.place, stream)
+            run.forward(op.place, lane)
             if op.ends_forward:
                 run.end_forward()
         elif step.phase is Phase.B:
             if op.begins_backward:
                 run.begin_backward(None if self.loss_grads is None else self.loss_grads[op.run])
-            run.backward(op.place)
+            run.backward(op.place, lane)
             if op.ends_backward:
                 run.end_backward()
         else:

@@ -21,6 +21,7 @@ from torch.autograd import Variable
 
 from layernodes._megatron.shared_parameters import SharedGradients, StandIns
 from layernodes.errors import NodeStateError
+from layernodes.lane import Lane
 from layernodes.nodes import WgradHook
 from layernodes.release import release_inputs
 from layernodes.wgrad import Site
@@ -90,7 +91,7 @@ class SlotRun:
         previous: Values,
         *,
         frees_input: bool,
-        stream: torch.Stream | None,
+        lane: Lane | None,
         sites: tuple[Site, ...],
         shared: SharedGradients,
     ) -> Values:
@@ -100,10 +101,12 @@ class SlotRun:
             run_node: the node, called ``run_node(self, *inputs)``.
             previous: the previous slot's outputs.
             frees_input: whether the node permits freeing its inputs.
-            stream: the accelerator stream that this slot runs on; None on a CPU.
+            lane: the lane that this slot runs on, where its memory needs to be told; None on a CPU.
             sites: where the node's modules hold parameters that other nodes of the chunk use too.
             shared: the microbatch's sums of gradients of such parameters.
         """
+        if lane is not None:
+            lane.uses(previous)
         inner = tuple(_leaf(t) if isinstance(t, Tensor) else t for t in previous)
         self._inputs = inner
         if sites and torch.is_grad_enabled():
@@ -113,14 +116,15 @@ class SlotRun:
             returned = run_node(self, *inner)
         self._outputs = returned if isinstance(returned, tuple) else (returned,)
         if frees_input:
-            release_inputs(previous, inner, stream)
+            release_inputs(previous, inner, lane)
         return self._outputs
 
-    def backward(self, gradients: Values) -> Values:
+    def backward(self, gradients: Values, lane: Lane | None) -> Values:
         """Run autograd for this slot and return the gradients of its inputs, None where there is none.
 
         Args:
             gradients: of the slot's outputs, in their order; None for an output that nobody used.
+            lane: as in ``forward``.
         """
         outputs = self._outputs
         if outputs is None:
@@ -135,6 +139,10 @@ class SlotRun:
             if detached.grad is not None:
                 roots.append(original)
                 root_gradients.append(detached.grad)
+        if lane is not None:
+            lane.uses(root_gradients)
+            if self._stand_ins is not None:
+                lane.uses(self._stand_ins.totals())
         # Every reference of ours goes before autograd runs, so that it can free each buffer after its last use.
         inputs, stand_ins = self._inputs, self._stand_ins
         self.close()
