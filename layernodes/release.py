@@ -29,6 +29,11 @@ from layernodes.lane import Lane, empty_storage
 _LOOKING: Final = 1  # the handle through which a storage's holders are counted
 
 
+# How many references looking at an item of a sequence adds; it differs between versions of Python.
+_LONE: Final = [object()]
+_LOOKING_AT_ITEM: Final = sys.getrefcount(_LONE[0]) - 1
+
+
 def num_storage_holders(tensor: Tensor) -> int:
     """How many tensors (saved ones included) hold the storage of ``tensor``."""
     storage = tensor.untyped_storage()
@@ -54,7 +59,11 @@ def may_release(outer: Tensor, inner: Tensor) -> bool:
     if outer.data_ptr() != inner.data_ptr():
         return False
     most = 2 if inner.requires_grad else 1  # an input that the slot did not use has no accumulation node
-    return num_storage_holders(outer) == 2 and num_tensor_holders(outer) == 1 and num_tensor_holders(inner) <= most
+    return bool(
+        outer._use_count() == 1  # type: ignore[attr-defined]
+        and inner._use_count() <= most  # type: ignore[attr-defined]
+        and num_storage_holders(outer) == 2
+    )
 
 
 def release_inputs(outers: Sequence[object], inners: Sequence[object], lane: Lane | None = None) -> int:
@@ -80,15 +89,9 @@ def _may_release_input(outer: Tensor, inners: Sequence[object], i: int) -> bool:
     inner = inners[i]
     if not isinstance(inner, Tensor) or not may_release(outer, inner):
         return False
-    expected = _references_of_leaf() if num_tensor_holders(inner) > 1 else 1
+    expected = _references_of_leaf() if inner._use_count() > 1 else 1  # type: ignore[attr-defined]
     del inner  # one reference fewer to account for
-    return _num_references(inners, i) == expected
-
-
-def _num_references(items: Sequence[object], i: int) -> int:
-    """How many references Python counts to ``items[i]``, that of ``items`` included."""
-    lone = [object()]  # how much looking itself adds differs between versions of Python
-    return sys.getrefcount(items[i]) - sys.getrefcount(lone[0]) + 1
+    return sys.getrefcount(inners[i]) - _LOOKING_AT_ITEM == expected
 
 
 @functools.cache
@@ -100,6 +103,6 @@ def _references_of_leaf() -> int:
     with torch.enable_grad():
         leaf = [torch.empty(0, requires_grad=True)]
         edge = get_gradient_edge(leaf[0])
-    references = _num_references(leaf, 0)
+    references = sys.getrefcount(leaf[0]) - _LOOKING_AT_ITEM
     del edge
     return references

@@ -88,6 +88,10 @@ class Handoffs:
         """Names written and not yet taken."""
         return tuple(self._values)
 
+    def is_pending(self, name: str) -> bool:
+        """Whether ``name`` is written and not yet taken."""
+        return name in self._values
+
     def was_written(self, name: str) -> bool:
         """Whether ``name`` was ever written, taken since or not."""
         return name in self._values or name in self._spent

@@ -199,9 +199,12 @@ class ScheduleNode(ABC):
         """Run ``forward`` and hold it to the node's declarations; this is what a scheduler calls."""
         if self._wgrad_sites and torch.is_grad_enabled():
             outputs = self._run_deferring(ctx, inputs)
-        else:
+        elif self._audit.is_due() or caller_frees_input(ctx):
             outputs = self._run(ctx, inputs)
-        self._check_handoffs(ctx)
+        else:
+            outputs = self.forward(ctx, *inputs)
+        if self._reads or self._writes:
+            self._check_handoffs(ctx)
         return _owned(outputs) if caller_frees_output(ctx) else outputs
 
     @final
@@ -266,8 +269,8 @@ class ScheduleNode(ABC):
 
     def _check_handoffs(self, ctx: NodeContext) -> None:
         handoffs = handoffs_of(ctx.layer_state)
-        untaken = [name for name in self._reads if name in handoffs.pending()] if self._reads else ()
-        unwritten = [name for name in self._writes if not handoffs.was_written(name)] if self._writes else ()
+        untaken = [name for name in self._reads if handoffs.is_pending(name)]
+        unwritten = [name for name in self._writes if not handoffs.was_written(name)]
         if untaken or unwritten:
             found = "left untaken" if untaken else "not written"
             raise NodeStateError(

@@ -63,30 +63,16 @@ class ChunkRun:
             return
         if self._value is None or self._slots[index] is not None:
             raise NodeStateError(f"F of {_text(place)} runs a second time for one microbatch; a run is used once")
+        records = torch.is_grad_enabled()
         slot = SlotRun(
+            place,
             None if place.layer is None else self._layer_states[place.layer],
             self._state,
-            place.new_hook() if place.new_hook is not None and torch.is_grad_enabled() else None,
-            deferred=place.deferred,
-            is_first_layer=place.is_first_layer,
-            is_last_layer=place.is_last_layer,
-            is_mtp=place.is_mtp,
+            place.new_hook() if place.new_hook is not None and records else None,
         )
         previous, self._value = self._value, None
-        if lane is not None:
-            lane.may_use(vars(self._state))
-            if place.layer is not None:
-                lane.uses(handoffs_of(slot.layer_state).waiting(place.reads))
-        self._value = slot.forward(
-            place.node,
-            previous,
-            frees_input=place.frees_input and not self._is_input,
-            lane=lane,
-            sites=place.sites,
-            shared=self._shared,
-        )
-        self._is_input = False
-        if torch.is_grad_enabled():
+        self._value = slot.forward(previous, lane, self._shared)
+        if records:
             self._slots[index] = slot
 
     def end_forward(self) -> Any:

@@ -57,15 +57,7 @@ class Performance:
         except RankMismatchError:
             raise
         except Exception as error:
-            layer, microbatch = (None, 0) if op.step is None else (op.step.layer, op.step.microbatch)
-            raise StepError(
-                f"{op.text} raised {type(error).__name__}: {error} (layer {layer}, microbatch {microbatch}; "
-                f"{len(self.completed)} steps had completed)",
-                step=op.text,
-                layer=layer,
-                microbatch=microbatch,
-                completed=self.completed,
-            ) from error
+            raise self._step_error(op, error) from error
         self.completed.append(op.text)
 
     def _run(self, op: Op, lane: Lane | None) -> None:
@@ -78,13 +70,14 @@ class Performance:
             self.before_step(step)
         run = self.runs[op.run]
         assert run is not None
-        if step.phase is Phase.F:
+        phase = step.phase
+        if phase is Phase.F:
             if self.generators is not None and run.plan.places[op.place].touches_rng:
                 self.generators.enter(step)
             run.forward(op.place, lane)
             if op.ends_forward:
                 run.end_forward()
-        elif step.phase is Phase.B:
+        elif phase is Phase.B:
             if op.begins_backward:
                 run.begin_backward(None if self.loss_grads is None else self.loss_grads[op.run])
             run.backward(op.place, lane)
@@ -94,3 +87,14 @@ class Performance:
             run.weight_gradients(op.place)
         if self.after_step is not None:
             self.after_step(step)
+
+    def _step_error(self, op: Op, error: Exception) -> StepError:
+        layer, microbatch = (None, 0) if op.step is None else (op.step.layer, op.step.microbatch)
+        return StepError(
+            f"{op.text} raised {type(error).__name__}: {error} (layer {layer}, microbatch {microbatch}; "
+            f"{len(self.completed)} steps had completed)",
+            step=op.text,
+            layer=layer,
+            microbatch=microbatch,
+            completed=self.completed,
+        )

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -51,12 +52,17 @@ class RunResult:
     Attributes:
         outputs: what the chunk returned, by microbatch.
         input_grads: gradient of the chunk's input, by microbatch; None where there is none.
-        timeline: what ran where and when.
     """
 
     outputs: tuple[Any, ...]
     input_grads: tuple[Tensor | None, ...]
-    timeline: Timeline
+    _program: Program
+    _spans: Spans
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """What ran where and when."""
+        return _timeline(self._program, self._spans)
 
 
 @final
@@ -132,11 +138,12 @@ class Runner:
         with torch.set_grad_enabled(trains):
             runs = [chunk.open(batch) for batch in batches]
             try:
-                timeline = self._perform(compiled, runs, chunk, loss_grads)
+                spans = self._perform(compiled, runs, chunk, loss_grads)
                 return RunResult(
                     outputs=tuple(run.output for run in runs),
                     input_grads=tuple(run.input_grad for run in runs),
-                    timeline=timeline,
+                    _program=compiled.program,
+                    _spans=spans,
                 )
             finally:
                 for run in runs:
@@ -169,7 +176,8 @@ class Runner:
         runs = [forward, backward]
         grads = [None, loss_grad]
         try:
-            return self._perform(compiled, runs, chunks[0] or chunks[1], grads, calls)
+            spans = self._perform(compiled, runs, chunks[0] or chunks[1], grads, calls)
+            return _timeline(compiled.program, spans)
         except BaseException:
             for run in runs:
                 if run is not None:
@@ -186,7 +194,7 @@ class Runner:
         chunk: ChunkPlan | None,
         loss_grads: Sequence[Any] | None,
         calls: Mapping[Call, Callable[[], None]] | None = None,
-    ) -> Timeline:
+    ) -> Spans:
         if self._closed:
             raise NodeStateError("this Runner is closed; make another one")
         groups = () if chunk is None else chunk.exchange_groups()
@@ -208,7 +216,7 @@ class Runner:
                 generators.leave()
         if pending is not None:
             pending.wait()
-        return _timeline(compiled.program, spans)
+        return spans
 
     def _compile_schedule(self, schedule: Schedule, chunk: ChunkPlan, num_microbatches: int, mode: Mode) -> _Compiled:
         key = (id(schedule), id(chunk), num_microbatches)
