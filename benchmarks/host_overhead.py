@@ -21,10 +21,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
+from megatron.core.pipeline_parallel.utils import get_comm_stream, get_comp_stream, set_streams
 from torch import Tensor
 from torch.autograd import Variable
 
-from layernodes import ChunkPlan, LayerPlan, Runner, ScheduleNode, Slot, StreamType, cpu_host, schedules
+from layernodes import ChunkPlan, LayerPlan, Runner, ScheduleNode, Slot, StreamType, schedules
+from layernodes.demo.model import build_model
+from layernodes.demo.settings import DemoSettings
+from layernodes.demo.world import demo_world
 
 NUM_SLOTS = 4
 
@@ -92,34 +97,14 @@ def floor(x: Tensor, gradient: Tensor, num_layers: int) -> Callable[[], None]:
     return run
 
 
-def megatron(x: Tensor, gradient: Tensor, num_layers: int) -> Callable[[], None]:
-    """Megatron-Core's own layer plans over the same functions."""
-    from megatron.core.models.common import fine_grained_callables
-    from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
-    from megatron.core.pipeline_parallel.utils import get_comm_stream, get_comp_stream, set_streams
-    from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
+def megatron(x: Tensor, gradient: Tensor, layer: Any, num_layers: int) -> Callable[[], None]:
+    """Megatron-Core's own plan of a real MoE layer, built for each microbatch; then its slots do the same trivial
+    work."""
     set_streams()
-    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=2)
-    layer = SimpleNamespace(config=config)
-
-    def build(_: Any) -> Any:
-        # What Megatron-Core's builder makes for each layer and microbatch: closures, a signature copied, a wrapper.
-        from megatron.core.typed_torch import copy_signature
-
-        @copy_signature(TransformerLayer._forward_mlp, handle_first_dst_param="preserve")
-        def mlp(node: Any, *args: Any, **kwargs: Any) -> Any:
-            return args[0] * 2.0
-
-        def run(node: Any, hidden: Tensor) -> Tensor:
-            return hidden * 2.0
-
-        return [run, run, run, run, None], {}
-
-    fine_grained_callables.build_layer_callables = build
-    fine_grained_callables.get_layer_moe_metadata = lambda _: (True, 2)
     state = SimpleNamespace()
+
+    def trivial(node: Any, hidden: Tensor) -> Tensor:
+        return hidden * 2.0
 
     def run() -> None:
         event = torch.cuda.Event()
@@ -136,16 +121,13 @@ def megatron(x: Tensor, gradient: Tensor, num_layers: int) -> Callable[[], None]
         ]
         value: Tensor = x
         for plan in plans:
-            value = plan.pre_dispatch_computation.forward(value)
-            value = plan.moe_dispatch.forward(value)
-            value = plan.mlp.forward(value)
-            value = plan.moe_combine.forward(value)
+            for node in (plan.pre_dispatch_computation, plan.moe_dispatch, plan.mlp, plan.moe_combine):
+                node.submodule = trivial
+                value = node.forward(value)
         current = gradient
         for plan in reversed(plans):
-            current = plan.moe_combine.backward(current)
-            current = plan.mlp.backward(current)
-            current = plan.moe_dispatch.backward(current)
-            current = plan.pre_dispatch_computation.backward(current)
+            for node in (plan.moe_combine, plan.mlp, plan.moe_dispatch, plan.pre_dispatch_computation):
+                current = node.backward(current)
             plan.release_state()
 
     return run
@@ -159,7 +141,7 @@ def ours(x: Tensor, gradient: Tensor, num_layers: int, streams: str) -> tuple[Ca
     return lambda: (runner.run(schedule, chunk, [x], [gradient]), None)[1], runner
 
 
-def measure(num_layers: int, repetitions: int) -> dict[str, Any]:
+def measure(layer: Any, num_layers: int, repetitions: int) -> dict[str, Any]:
     """Microseconds a slot, median and spread, of each."""
     x = torch.randn(4, 4, requires_grad=True)
     gradient = torch.ones(4, 4)
@@ -167,7 +149,7 @@ def measure(num_layers: int, repetitions: int) -> dict[str, Any]:
     threads, threads_runner = ours(x, gradient, num_layers, "threads")
     runs = {
         "floor": floor(x, gradient, num_layers),
-        "megatron": megatron(x, gradient, num_layers),
+        "megatron": megatron(x, gradient, layer, num_layers),
         "ours, inline": inline,
         "ours, threads": threads,
     }
@@ -199,8 +181,9 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=200)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    with cpu_host():
-        found = measure(options.layers, options.repetitions)
+    with demo_world() as world:
+        model = build_model(DemoSettings(layers=1), num_ranks=1, device=world.device)
+        found = measure(model.decoder.layers[0], options.layers, options.repetitions)
     if options.json:
         print(json.dumps(found, indent=1))
         return 0

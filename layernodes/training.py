@@ -26,11 +26,11 @@ from torch.nn import Module
 
 from layernodes._megatron.training import (
     AbstractSchedulePlan,
+    autocast_context,
     new_event,
     overlap_flags,
     received_input,
     schedule_plans_built_by,
-    step_context,
 )
 from layernodes.errors import NodeStateError, ScheduleError
 from layernodes.plan import pairs
@@ -179,7 +179,7 @@ class TrainingSchedule:
         f_run, b_run = (None if plan is None else plan.chunk_run for plan in (forward, backward))
         present = forward or backward
         assert present is not None
-        with torch.enable_grad(), step_context(present.model):
+        with torch.enable_grad(), autocast_context(present.model):
             self._runner.run_pair(self._schedule_for(f_run, b_run), f_run, b_run, gradient, calls)
         if backward is not None:
             backward.hand_back()

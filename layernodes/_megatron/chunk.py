@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, final
 
+from megatron.core.enums import Fp8Recipe
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module, float16_to_fp32, fp32_to_float16
 from torch import Tensor
@@ -93,6 +96,14 @@ class GPTChunk:
             self.model.preprocess_for_fine_grained_offloading()
         if self.model.config.moe_paged_stash:
             self.model.preprocess_for_paged_stash()
+
+    def run_context(self) -> AbstractContextManager[Any]:
+        """The context around a whole run: that of delayed scaling, whose scales are updated when it is left."""
+        config = self.model.config
+        if config.fp8 and config.fp8_recipe == Fp8Recipe.delayed:
+            context: AbstractContextManager[Any] = get_fp8_context(config)
+            return context
+        return nullcontext()
 
     def pre_process(self, state: Any, hidden: Tensor | None) -> Tensor:
         """Embed, or take the previous part's hidden states; set up rotary inputs and masks. Returns ``[s, b, h]``."""

@@ -9,8 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from megatron.core.enums import Fp8Recipe
-from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -69,15 +67,10 @@ def received_input(model: Any) -> Tensor | None:
     return None if model.pre_process else model.decoder.input_tensor
 
 
-def step_context(model: Any) -> AbstractContextManager[Any]:
-    """The autocast and delayed-scaling contexts under which Megatron-Core runs a forward and backward step."""
+def autocast_context(model: Any) -> AbstractContextManager[Any]:
+    """The autocast under which a configuration wants its steps; Megatron-Core's combined step loses it."""
     config = model.config
-    if config.fp8 and config.fp8_recipe == Fp8Recipe.delayed:
-        context: AbstractContextManager[Any] = get_fp8_context(config)
-        return context
-    if config.enable_autocast:
-        return torch.autocast("cuda", dtype=config.autocast_dtype)
-    return nullcontext()
+    return torch.autocast("cuda", dtype=config.autocast_dtype) if config.enable_autocast else nullcontext()
 
 
 def new_event() -> Any:

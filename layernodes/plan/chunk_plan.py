@@ -4,6 +4,7 @@ microbatches."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from layernodes._megatron.chunk import GPTChunk
+from layernodes._megatron.layer_kinds import precision_context
 from layernodes._megatron.shared_parameters import shared_sites
 from layernodes.errors import PlanError
 from layernodes.nodes import ScheduleNode, WgradHook
@@ -35,6 +37,7 @@ class ChunkPlace:
         frees_input, touches_rng: what the node says of itself.
         new_hook: makes the weight-gradient hook of a microbatch; None where the slot has no ``W`` step.
         deferred: ids of the parameters whose gradients come with ``W``.
+        precision: makes the low-precision context that its forward runs under; None: none.
         sites: where it holds parameters that other nodes of the chunk use too.
         is_first_layer, is_last_layer, is_mtp: what the node is told of its layer.
     """
@@ -48,6 +51,7 @@ class ChunkPlace:
     touches_rng: bool = True
     new_hook: Callable[[], WgradHook | None] | None = None
     deferred: frozenset[int] = frozenset()
+    precision: Callable[[], AbstractContextManager[Any]] | None = None
     sites: tuple[Site, ...] = ()
     is_first_layer: bool = False
     is_last_layer: bool = False
@@ -161,6 +165,10 @@ class ChunkPlan:
         model: Module = self._chunk.model
         return model
 
+    def run_context(self) -> AbstractContextManager[Any]:
+        """The context that a whole run is under."""
+        return nullcontext() if self._chunk is None else self._chunk.run_context()
+
     def exchange_groups(self) -> tuple[ProcessGroup, ...]:
         """The process groups over which the chunk exchanges tokens."""
         return () if self._chunk is None else self._chunk.exchange_groups()
@@ -235,6 +243,7 @@ def _places(
                 frees_input=node is not None and node.frees_input(),
                 touches_rng=node is not None and node.touches_rng(),
                 new_hook=node.new_hook if node is not None and slot.wgrad else None,
+                precision=None if chunk is None else precision_context(layers[number].layer),
                 deferred=frozenset() if node is None else frozenset(map(id, node.wgrad_parameters)),
                 sites=own_sites.get((number, slot.name), ())
                 if chunk is None

@@ -11,6 +11,7 @@ take outputs and gradients, close the runs
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -210,7 +211,8 @@ class Runner:
             after_step=self._after_step,
         )
         try:
-            spans = self._streams.run(compiled.program.ops, performance.perform)
+            with nullcontext() if chunk is None else chunk.run_context():
+                spans = self._streams.run(compiled.program.ops, performance.perform)
         finally:
             if generators is not None:
                 generators.leave()

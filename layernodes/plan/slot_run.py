@@ -12,6 +12,8 @@ A slot's graph is its own: inputs are detached from the slot before, and backwar
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -93,15 +95,23 @@ class SlotRun:
         inner = (_leaf(previous[0]),) if len(previous) == 1 else tuple(map(_leaf, previous))
         self._inputs = inner
         sites = place.sites
-        if sites and torch.is_grad_enabled():
-            with shared.standing_in(sites) as self._stand_ins:
-                returned = run_node(self, *inner)
+        if place.precision is not None or (sites and torch.is_grad_enabled()):
+            returned = self._run_in_contexts(run_node, inner, shared)
         else:
             returned = run_node(self, *inner)
         self._outputs = returned if isinstance(returned, tuple) else (returned,)
         if place.frees_input:
             release_inputs(previous, inner, lane)
         return self._outputs
+
+    def _run_in_contexts(self, run_node: Callable[..., Any], inner: Values, shared: SharedGradients) -> Any:
+        place = self._place
+        with ExitStack() as stack:
+            if place.precision is not None:
+                stack.enter_context(place.precision())
+            if place.sites and torch.is_grad_enabled():
+                self._stand_ins = stack.enter_context(shared.standing_in(place.sites))
+            return run_node(self, *inner)
 
     def backward(self, gradients: Values, lane: Lane | None) -> Values:
         """Run autograd for this slot and return the gradients of its inputs, None where there is none.
