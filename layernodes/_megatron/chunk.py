@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from layernodes._megatron.layer import begin_decoder, end_decoder
 from layernodes._megatron.shared_parameters import SharedParameters
-from layernodes._megatron.support import check_block_kwargs
+from layernodes._megatron.support import check_block_kwargs, check_padding_mask
 from layernodes.errors import UnsupportedLayerError
 from layernodes.wgrad import Site
 
@@ -77,6 +77,7 @@ class GPTChunk:
                     f"batch has {name}; schedules are for training, leave it out", field=name, value=batch[name]
                 )
         check_block_kwargs(arguments.get("extra_block_kwargs"))
+        check_padding_mask(arguments.get("padding_mask"), (*self.decoder_layers, *self.mtp_layers))
         for name in _ARGUMENTS:
             if name not in _IGNORED:
                 setattr(state, name, arguments.get(name))
