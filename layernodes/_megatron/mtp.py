@@ -1,9 +1,10 @@
 """The ends of a multi-token-prediction layer, around the slots of its inner layer.
 
-Mirrors ``MultiTokenPredictionBlock.forward`` and ``MultiTokenPredictionLayer.forward`` of megatron-core 0.19. Between
-the
-layers of a block the hidden states of all depths travel as one tensor, ``[(1 + depth) * s, b, h]``, which is what the
-block returns in the end: no tensor reaches a layer by another way.
+Mirrors ``MultiTokenPredictionBlock.forward`` and ``MultiTokenPredictionLayer.forward`` of megatron-core 0.19. Between the
+layers of a block two tensors travel: the hidden states of the depths before, ``[depth * s, b, h]``, and those of the
+latest, ``[s, b, h]``, which stay a tensor of their own: the plain model adds the gradients of all its uses one by one,
+and so must the slot that uses it. The last layer returns all of them as one, ``[(1 + depth) * s, b, h]``, as the block
+does. No tensor reaches a layer by another way.
 """
 
 from __future__ import annotations
@@ -24,20 +25,24 @@ class MTPEntry(NamedTuple):
     """What entering an MTP layer gives.
 
     Attributes:
-        depths: the hidden states of all depths so far, ``[(1 + depth) * s, b, h]``.
-        hidden: those of the latest depth, ``[s, b, h]``.
+        depths: the hidden states of the depths before, ``[depth * s, b, h]``; of the block's first layer, all of them.
+        latest: those of the latest depth where they are not among ``depths``.
+        hidden: what the layer makes of those of the latest depth, ``[s, b, h]``.
         decoder_input: the embeddings of the next tokens, ``[s, b, h]``.
         call: the layer's call in progress, where hooks listen.
     """
 
     depths: Tensor
+    latest: Tensor | None
     hidden: Tensor
     decoder_input: Tensor
     call: ModuleCall | None
 
 
-def enter(ctx: NodeContext, layer: MultiTokenPredictionLayer, depths: Tensor) -> MTPEntry:
-    """Roll the tokens, embed them and pick the hidden states of the depth before; ``depths`` as in ``MTPEntry``."""
+def enter(
+    ctx: NodeContext, layer: MultiTokenPredictionLayer, depths: Tensor, latest: Tensor | None = None
+) -> MTPEntry:
+    """Roll the tokens, embed them and pick the hidden states of the depth before; arguments as in ``MTPEntry``."""
     chunk: Any = ctx.chunk_state
     model = chunk.model
     progress = progress_of(chunk)
@@ -53,12 +58,12 @@ def enter(ctx: NodeContext, layer: MultiTokenPredictionLayer, depths: Tensor) ->
             position_ids=chunk.position_ids,
             padding_mask=chunk.padding_mask,
         )
-        first = True
+        hidden = torch.chunk(depths, 1 + offset, dim=0)[offset]
+        if layer.config.mtp_detach_heads:
+            hidden = hidden.detach()
     else:
-        first = False
-    hidden = torch.chunk(depths, 1 + chain.depth, dim=0)[chain.depth]
-    if first and layer.config.mtp_detach_heads:
-        hidden = hidden.detach()
+        assert latest is not None
+        hidden = latest
     arguments = _layer_arguments(chunk, chain, hidden)
     call, arguments = ModuleCall.begin(layer, (), arguments)
     embedded = layer._get_embeddings(
@@ -71,7 +76,7 @@ def enter(ctx: NodeContext, layer: MultiTokenPredictionLayer, depths: Tensor) ->
     )
     chain.input_ids, chain.position_ids, chain.padding_mask, decoder_input, hidden = embedded
     chain.depth += 1
-    return MTPEntry(depths, hidden, decoder_input, call)
+    return MTPEntry(depths, latest, hidden, decoder_input, call)
 
 
 def join(layer: MultiTokenPredictionLayer, entry: MTPEntry) -> Tensor:
@@ -81,9 +86,14 @@ def join(layer: MultiTokenPredictionLayer, entry: MTPEntry) -> Tensor:
 
 
 def leave(
-    ctx: NodeContext, layer: MultiTokenPredictionLayer, call: ModuleCall | None, hidden: Tensor, depths: Tensor
-) -> Tensor:
-    """Normalize the inner layer's output and append it to the depths; ends the block after its last layer."""
+    ctx: NodeContext,
+    layer: MultiTokenPredictionLayer,
+    call: ModuleCall | None,
+    hidden: Tensor,
+    depths: Tensor,
+    latest: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Normalize the inner layer's output; it joins the depths before it after the block's last layer, which it ends."""
     chunk: Any = ctx.chunk_state
     progress = progress_of(chunk)
     chain = progress.mtp
@@ -91,12 +101,15 @@ def leave(
     hidden = layer._postprocess(hidden)
     if call is not None:
         hidden = call.end((hidden, chain.input_ids, chain.position_ids, chain.padding_mask))[0]
+    if latest is not None:
+        depths = torch.cat([depths, latest], dim=0)
+    if not ctx.is_last_layer:
+        return depths, hidden
     depths = torch.cat([depths, hidden], dim=0)
-    if ctx.is_last_layer:
-        progress.mtp = None
-        if progress.mtp_call is not None:
-            depths = progress.mtp_call.end(depths)
-            progress.mtp_call = None
+    progress.mtp = None
+    if progress.mtp_call is not None:
+        depths = progress.mtp_call.end(depths)
+        progress.mtp_call = None
     return depths
 
 

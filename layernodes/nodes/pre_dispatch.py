@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _MOE_ONLY: Final = frozenset({"residual", "shared_expert_output", "pass_to_dispatch"})
 _DENSE_ONLY: Final = frozenset({"pass_to_mlp"})
-_MTP_ONLY: Final = frozenset({"mtp_depths", "mtp_call"})
+_MTP_ONLY: Final = frozenset({"mtp_depths", "mtp_latest", "mtp_call"})
 
 
 class PreDispatchNode(LayerNode):
@@ -30,10 +30,11 @@ class PreDispatchNode(LayerNode):
     ======= =====================================================================================================
     slot    ``pre_dispatch_computation``
     stream  compute
-    input   hidden states ``[s, b, h]``; under MTP those of all depths so far, ``[(1 + depth) * s, b, h]``
+    input   hidden states ``[s, b, h]``; under MTP, after the first layer, those of the depths before
+            ``[depth * s, b, h]`` too
     output  tokens ``[tokens, h]`` and probs, as the dispatcher wants them; of a dense layer, hidden states
     writes  ``residual``, ``shared_expert_output``, ``pass_to_dispatch``; of a dense layer ``pass_to_mlp``; under MTP
-            ``mtp_depths`` and ``mtp_call`` too
+            ``mtp_depths``, ``mtp_latest`` and ``mtp_call`` too
     frees   nothing: the input is the residual
     wgrad   attention, shared experts, ``fc1_latent_proj``, MTP ``eh_proj``
     ======= =====================================================================================================
@@ -49,6 +50,7 @@ class PreDispatchNode(LayerNode):
         "pass_to_dispatch": LayerPass,
         "pass_to_mlp": LayerPass,
         "mtp_depths": Tensor,
+        "mtp_latest": Tensor | None,
         "mtp_call": ModuleCall | None,
     }
 
@@ -58,15 +60,16 @@ class PreDispatchNode(LayerNode):
         self._narrow(absent if self._parts.mtp is not None else absent | _MTP_ONLY)
 
     def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        (hidden,) = inputs
         parts = self._parts
         mtp = parts.mtp
         if mtp is not None:
-            entry = enter(ctx, mtp, hidden)
+            entry = enter(ctx, mtp, *inputs)
             self.put(ctx, "mtp_depths", entry.depths)
+            self.put(ctx, "mtp_latest", entry.latest)
             self.put(ctx, "mtp_call", entry.call)
             with parts.rng():
                 return self._run_layer(ctx, join(mtp, entry))
+        (hidden,) = inputs
         if ctx.is_first_layer:
             hidden = begin_decoder(ctx.chunk_state, hidden)
         with parts.rng():
