@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from megatron.core.enums import Fp8Recipe
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -44,6 +45,13 @@ def check_layer(layer: Any) -> None:
             f"handled; use a decoder-only layer spec",
             field="cross_attention",
             value=type(layer.cross_attention),
+        )
+    if layer.config.fp8 and layer.config.fp8_recipe == Fp8Recipe.delayed:
+        raise UnsupportedLayerError(
+            f"fp8_recipe={Fp8Recipe.delayed.value!r} updates its scales once for the whole decoder, which no slot "
+            f"could do in its place; use another recipe, such as 'tensorwise' or 'mxfp8'",
+            field="fp8_recipe",
+            value=layer.config.fp8_recipe,
         )
     if isinstance(layer.mlp, MoELayer):
         _check_moe_layer(layer)
@@ -102,7 +110,7 @@ def _check_moe_layer(layer: TransformerLayer) -> None:
 
 def _check_override(module: Any, method: str, *bases: type) -> None:
     """A subclass with a method of its own would have it skipped by the split path."""
-    found = getattr(type(module), method)
+    found = vars(module).get(method) or getattr(type(module), method)  # replaced on the object, or by its class
     if all(found is not getattr(base, method) for base in bases):
         raise UnsupportedLayerError(
             f"{type(module).__name__} overrides {method}(), which the split path does not call: what it adds would be "

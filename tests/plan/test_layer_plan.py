@@ -187,7 +187,7 @@ class TestDescribe:
 
     def test_dumps_to_json(self) -> None:
         """Slots in order, with stream, class, handoffs and the parameters whose gradients the hook delivers."""
-        description = LayerPlan.build(_layer()).describe()
+        description = LayerPlan.build(_layer(), wgrad="auto").describe()
         data = json.loads(description.model_dump_json())
         assert [node["slot"] for node in data["nodes"]] == [slot.value for slot in (P, D, M, C)]
         assert [node["stream"] for node in data["nodes"]] == ["compute", "comm", "compute", "comm"]
