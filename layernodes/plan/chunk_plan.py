@@ -164,15 +164,11 @@ def _places(
     layers: Sequence[LayerPlan], shape: ChunkShape, num_decoder: int, chunk: GPTChunk | None
 ) -> list[ChunkPlace]:
     nodes = [{_name(slot): node for slot, node in plan.nodes.items()} for plan in layers]
-    own_sites = (
-        {}
-        if chunk is not None
-        else dict(
-            zip(
-                [(i, name) for i, of_layer in enumerate(nodes) for name in of_layer],
-                shared_sites([node.modules() for of_layer in nodes for node in of_layer.values()]),
-                strict=True,
-            )
+    own_sites = dict(
+        zip(
+            [(i, name) for i, of_layer in enumerate(nodes) for name in of_layer],
+            shared_sites([node.modules() for of_layer in nodes for node in of_layer.values()]),
+            strict=True,
         )
     )
     places = []
@@ -193,7 +189,9 @@ def _places(
         node = nodes[number].get(slot.name)
         is_mtp = number >= num_decoder
         first, last = (num_decoder, len(layers) - 1) if is_mtp else (0, num_decoder - 1)
-        is_first_slot = slot.name == Slot.PRE_DISPATCH_COMPUTATION
+        sites = own_sites.get((number, slot.name), ())
+        if chunk is not None and is_mtp and slot.name == Slot.PRE_DISPATCH_COMPUTATION:
+            sites += chunk.sites(slot.name)
         places.append(
             ChunkPlace(
                 layer=number,
@@ -203,9 +201,7 @@ def _places(
                 reads=() if node is None else tuple(node.reads),
                 frees_input=node is not None and node.frees_input(),
                 touches_rng=node is not None and node.touches_rng(),
-                sites=own_sites.get((number, slot.name), ())
-                if chunk is None
-                else chunk.layer_sites(is_mtp=is_mtp, is_first_slot=is_first_slot),
+                sites=sites,
                 is_first_layer=number == first,
                 is_last_layer=number == last,
                 is_mtp=is_mtp,
