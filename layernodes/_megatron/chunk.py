@@ -161,14 +161,11 @@ class GPTChunk:
         return output if self._float16 is None else float16_to_fp32(output)
 
     def sites(self, place: str) -> tuple[Site, ...]:
-        """Where ``pre_process`` or ``post_process`` holds parameters that other nodes use too."""
-        return self._shared.pre_process if place == "pre_process" else self._shared.post_process
-
-    def layer_sites(self, *, is_mtp: bool, is_first_slot: bool) -> tuple[Site, ...]:
-        """Where a slot of a layer holds parameters that other nodes use too."""
-        if not is_mtp:
-            return ()
-        return self._shared.mtp_all + (self._shared.mtp_first if is_first_slot else ())
+        """Where ``pre_process``, ``post_process`` or the first slot of an MTP layer uses parameters of the model's ends
+        that other nodes use too."""
+        if place == "pre_process":
+            return self._shared.pre_process
+        return self._shared.post_process if place == "post_process" else self._shared.mtp_first
 
     def exchange_groups(self) -> tuple[ProcessGroup, ...]:
         """The groups over which the chunk's MoE layers exchange tokens, each once."""

@@ -34,7 +34,9 @@ class LayerNode(ScheduleNode):
         self._parts = LayerParts(layer)
 
     def modules(self) -> tuple[Module, ...]:
-        return slot_modules(self._parts, Slot(str(self.slot)))
+        own = set(self._parts.layer.modules())
+        added = tuple(module for module in super().modules() if module not in own)
+        return slot_modules(self._parts, Slot(str(self.slot))) + added
 
     def deferred_parameters(self) -> tuple[Parameter, ...]:
         return deferrable_modules(self._parts, self.modules())

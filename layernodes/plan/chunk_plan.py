@@ -203,15 +203,11 @@ def _places(
     layers: Sequence[LayerPlan], shape: ChunkShape, num_decoder: int, chunk: GPTChunk | None
 ) -> list[ChunkPlace]:
     nodes = [{_name(slot): node for slot, node in plan.nodes.items()} for plan in layers]
-    own_sites = (
-        {}
-        if chunk is not None
-        else dict(
-            zip(
-                [(i, name) for i, of_layer in enumerate(nodes) for name in of_layer],
-                shared_sites([node.modules() for of_layer in nodes for node in of_layer.values()]),
-                strict=True,
-            )
+    own_sites = dict(
+        zip(
+            [(i, name) for i, of_layer in enumerate(nodes) for name in of_layer],
+            shared_sites([node.modules() for of_layer in nodes for node in of_layer.values()]),
+            strict=True,
         )
     )
     places = []
@@ -232,7 +228,9 @@ def _places(
         node = nodes[number].get(slot.name)
         is_mtp = number >= num_decoder
         first, last = (num_decoder, len(layers) - 1) if is_mtp else (0, num_decoder - 1)
-        is_first_slot = slot.name == Slot.PRE_DISPATCH_COMPUTATION
+        sites = own_sites.get((number, slot.name), ())
+        if chunk is not None and is_mtp and slot.name == Slot.PRE_DISPATCH_COMPUTATION:
+            sites += chunk.sites(slot.name)
         places.append(
             ChunkPlace(
                 layer=number,
@@ -245,9 +243,7 @@ def _places(
                 new_hook=node.new_hook if node is not None and slot.wgrad else None,
                 precision=None if chunk is None else precision_context(layers[number].layer),
                 deferred=frozenset() if node is None else frozenset(map(id, node.wgrad_parameters)),
-                sites=own_sites.get((number, slot.name), ())
-                if chunk is None
-                else chunk.layer_sites(is_mtp=is_mtp, is_first_slot=is_first_slot),
+                sites=sites,
                 is_first_layer=number == first,
                 is_last_layer=number == last,
                 is_mtp=is_mtp,
