@@ -135,6 +135,7 @@ class Runner:
             runs = [chunk.open(batch) for batch in batches]
             try:
                 timeline = self._perform(compiled, runs, chunk, loss_grads)
+                _check_drained(runs)
                 return RunResult(
                     outputs=tuple(run.output for run in runs),
                     input_grads=tuple(run.input_grad for run in runs),
@@ -142,7 +143,7 @@ class Runner:
                 )
             finally:
                 for run in runs:
-                    run.close()
+                    run.discard()
 
     def run_pair(
         self,
@@ -169,15 +170,17 @@ class Runner:
         runs = [forward, backward]
         grads = [None, loss_grad]
         try:
-            return self._perform(compiled, runs, chunks[0] or chunks[1], grads)
+            timeline = self._perform(compiled, runs, chunks[0] or chunks[1], grads)
+            _check_drained([backward])
+            return timeline
         except BaseException:
             for run in runs:
                 if run is not None:
-                    run.close()
+                    run.discard()
             raise
         finally:
             if backward is not None:
-                backward.close()
+                backward.discard()
 
     def _perform(
         self,
@@ -306,6 +309,17 @@ class _Performance:
                 run.end_backward()
         else:
             run.weight_gradients(op.place)
+
+
+def _check_drained(runs: Sequence[ChunkRun | None]) -> None:
+    """No weight gradient may be left to compute when a run ends."""
+    pending = [
+        f"microbatch {m}: {'; '.join(found)}"
+        for m, run in enumerate(runs)
+        if run is not None and (found := run.pending_wgrads())
+    ]
+    if pending:
+        raise NodeStateError(f"the run ended with weight gradients that no W step computed: {'. '.join(pending)}")
 
 
 def _make_streams(kind: StreamKind) -> Streams[Op]:
