@@ -25,7 +25,7 @@ from torch.nn import Module, Parameter
 from layernodes._megatron.caller import caller_frees_input, caller_frees_output
 from layernodes._megatron.deferral import deferrable_sites, deferring_parallel_linears
 from layernodes.errors import NodeStateError
-from layernodes.linear import deferring_linears
+from layernodes.linear import deferring_products
 from layernodes.nodes.definition import check_definition
 from layernodes.nodes.edges import EdgeAudit, Forward
 from layernodes.release import is_sole_holder
@@ -100,10 +100,11 @@ class ScheduleNode(ABC):
         return None
 
     def deferred_parameters(self) -> tuple[Parameter, ...]:
-        """The weights whose gradients may be deferred: by default those of the linears among ``modules()``.
+        """The weights whose gradients may be deferred.
 
-        Of a weight named here, ``F.linear(x, w)`` and ``x @ w`` in ``forward`` are deferred; whatever other operations
-        contribute to it is computed with ``B`` and delivered with ``W``.
+        By default those of the linears among ``modules()``, and matrices that modules of your own hold. Of a weight
+        named here, products in ``forward`` (``F.linear(x, w)``, ``x @ w``, ``torch.einsum``, ...) are deferred; what
+        other operations contribute to it is computed with ``B`` and delivered with ``W``.
         """
         return tuple(site.parameter for site in deferrable_sites(self.modules()))
 
@@ -197,7 +198,7 @@ class ScheduleNode(ABC):
     @final
     def __call__(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run ``forward`` and hold it to the node's declarations; this is what a scheduler calls."""
-        if self._wgrad_sites and torch.is_grad_enabled():
+        if self._has_wgrad and torch.is_grad_enabled():
             outputs = self._run_deferring(ctx, inputs)
         elif self._audit.is_due() or caller_frees_input(ctx):
             outputs = self._run(ctx, inputs)
@@ -218,19 +219,27 @@ class ScheduleNode(ABC):
     def defer_wgrads(self) -> None:
         """Defer weight gradients from now on; for the plan that the node is built into."""
         self._has_wgrad = True
-        wanted = {id(parameter) for parameter in self.deferred_parameters() if parameter.requires_grad}
-        self._wgrad_sites = tuple(
-            Site(owner, name, parameter)
+        own = {id(parameter) for parameter in self.own_deferred_parameters()}
+        wanted = {id(parameter) for parameter in self.deferred_parameters() if parameter.requires_grad} - own
+        sites = {
+            (id(owner), name): Site(owner, name, parameter)
             for module in self.modules()
             for owner in module.modules()
             for name, parameter in owner._parameters.items()
             if parameter is not None and id(parameter) in wanted
-        )
+        }
+        self._wgrad_sites = tuple(sites.values())
+        missing = wanted - {id(site.parameter) for site in self._wgrad_sites}
+        if missing:
+            raise NodeStateError(
+                f"{type(self).__name__}.deferred_parameters() names {len(missing)} that no module of modules() holds; "
+                f"let modules() return the modules that hold them"
+            )
 
     @property
     def wgrad_parameters(self) -> tuple[Parameter, ...]:
         """The parameters whose gradients come with ``W``; empty where the node has no ``W`` step."""
-        own = {id(p): p for p in self.own_deferred_parameters()} if self._has_wgrad else {}
+        own = {id(p): p for p in self.own_deferred_parameters() if p.requires_grad} if self._has_wgrad else {}
         return tuple({**own, **{id(site.parameter): site.parameter for site in self._wgrad_sites}}.values())
 
     @final
@@ -249,7 +258,7 @@ class ScheduleNode(ABC):
 
     def _run_deferring(self, ctx: NodeContext, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         hook = find_hook(ctx, self)
-        if hook is None:
+        if hook is None or not self._wgrad_sites:
             return self._run(ctx, inputs)
         store = WgradStore()
         hook.bind(store)
@@ -257,7 +266,7 @@ class ScheduleNode(ABC):
         state[_STORE] = store
         try:
             sites = self._wgrad_sites
-            with store.standing_in(sites), deferring_parallel_linears(sites, store), deferring_linears(store):
+            with store.standing_in(sites), deferring_parallel_linears(sites, store), deferring_products(store):
                 return self._run(ctx, inputs)
         finally:
             del state[_STORE]

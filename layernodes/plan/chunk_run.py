@@ -139,8 +139,33 @@ class ChunkRun:
         self.input_grad = gradient[0] if gradient else None
         return self.input_grad
 
+    def pending_wgrads(self) -> tuple[str, ...]:
+        """The slots whose backward deferred weight gradients that have not been computed, with the parameters."""
+        return tuple(
+            f"{_text(place)} ({', '.join(self._names(place))})"
+            for place, slot in zip(self.plan.places, self._slots, strict=True)
+            if slot is not None and slot.owes_wgrads
+        )
+
+    def _names(self, place: ChunkPlace) -> list[str]:
+        layer = self.plan.layers[place.layer or 0].layer
+        return [name for name, parameter in layer.named_parameters() if id(parameter) in place.deferred]
+
     def close(self) -> None:
-        """Forget everything but ``output`` and ``input_grad``."""
+        """Forget everything but ``output`` and ``input_grad``.
+
+        Raises:
+            NodeStateError: weight gradients that a backward deferred have not been computed; lists them.
+        """
+        pending = self.pending_wgrads()
+        self.discard()
+        if pending:
+            raise NodeStateError(
+                f"closed with weight gradients that no W step computed: {'; '.join(pending)}; run the W of each B"
+            )
+
+    def discard(self) -> None:
+        """``close`` after a failure: whatever is pending goes too."""
         for slot in self._slots:
             if slot is not None:
                 slot.close()

@@ -140,6 +140,7 @@ class Runner:
             runs = [chunk.open(batch) for batch in batches]
             try:
                 spans = self._perform(compiled, runs, chunk, loss_grads)
+                _check_drained(runs)
                 return RunResult(
                     outputs=tuple(run.output for run in runs),
                     input_grads=tuple(run.input_grad for run in runs),
@@ -148,7 +149,7 @@ class Runner:
                 )
             finally:
                 for run in runs:
-                    run.close()
+                    run.discard()
 
     def run_pair(
         self,
@@ -178,15 +179,16 @@ class Runner:
         grads = [None, loss_grad]
         try:
             spans = self._perform(compiled, runs, chunks[0] or chunks[1], grads, calls)
+            _check_drained([backward])
             return _timeline(compiled.program, spans)
         except BaseException:
             for run in runs:
                 if run is not None:
-                    run.close()
+                    run.discard()
             raise
         finally:
             if backward is not None:
-                backward.close()
+                backward.discard()
 
     def _perform(
         self,
@@ -266,6 +268,17 @@ class _Compiled:
     program: Program
     fingerprint: Tensor
     sources: tuple[object, ...]
+
+
+def _check_drained(runs: Sequence[ChunkRun | None]) -> None:
+    """No weight gradient may be left to compute when a run ends."""
+    pending = [
+        f"microbatch {m}: {'; '.join(found)}"
+        for m, run in enumerate(runs)
+        if run is not None and (found := run.pending_wgrads())
+    ]
+    if pending:
+        raise NodeStateError(f"the run ended with weight gradients that no W step computed: {'. '.join(pending)}")
 
 
 def _make_streams(kind: StreamKind) -> Streams[Op]:

@@ -164,6 +164,11 @@ class SlotRun:
             self._stand_ins.collect()
             self._stand_ins = None
 
+    @property
+    def owes_wgrads(self) -> bool:
+        """Whether backward has run and what it deferred is still to be computed."""
+        return self._outputs is None and bool(self.bwd_dw_callables)
+
     def close(self) -> None:
         """Forget everything; a second backward is an error."""
         self._inputs = ()
