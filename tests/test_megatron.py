@@ -335,8 +335,7 @@ class TestMatrix:
         assert sum(v.status == "right" for v in verdicts.values()) > 450
 
 
-# What Megatron-Core's own plan gets wrong around any nodes: parameters used twice, frozen embeddings, repeated MTP
-layers.
+# What Megatron-Core's own plan gets wrong around any nodes: parameters used twice, frozen embeddings, repeated MTP.
 _NOT_THE_NODES = ("mtp", "tied", "frozen", "heterogeneous", "chunks-mtp", "full-uniform-mtp")
 
 
