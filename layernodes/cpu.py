@@ -27,11 +27,9 @@ from torch import Tensor
 
 from layernodes import _cpu_device as device
 from layernodes.errors import NodeStateError
+from layernodes.quiet import quiet_import
 
-with warnings.catch_warnings():
-    # Megatron-Core warns on import for each optional package that is missing (Transformer Engine, Apex, absl); on a
-    # CPU they always are, and a program that turns warnings into errors could not import it.
-    warnings.simplefilter("ignore")
+with quiet_import():
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_layer, moe_utils, shared_experts, token_dispatcher
 
