@@ -14,7 +14,6 @@ The table (``_patches``) is the whole of it: one row a name, grouped by the reas
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
