@@ -34,6 +34,7 @@ def test_python_blocks_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
         for block in blocks[2:]:
             exec(compile(block, "README.md", "exec"), program)
         assert len(program["result"].outputs) == 2
+        assert len(program["losses"]) == 4
     assert "moe_dispatch" in capsys.readouterr().out
     assert loss.shape == microbatch.labels.shape
     assert not torch.equal(loss, scaled)
