@@ -94,7 +94,9 @@ class TestDropIn:
     def test_not_a_layer(self) -> None:
         """Anything else is refused by all four."""
         for name in _FUNCTIONS:
-            with pytest.raises(UnsupportedLayerError, match="Linear is no TransformerLayer and no MultiTokenPrediction"):
+            with pytest.raises(
+                UnsupportedLayerError, match="Linear is no TransformerLayer and no MultiTokenPrediction"
+            ):
                 getattr(layernodes, name)(nn.Linear(2, 2))
 
 
@@ -157,7 +159,9 @@ class TestInstall:
         """And reused by every microbatch."""
         built = []
         build = LayerPlan.build
-        monkeypatch.setattr(LayerPlan, "build", staticmethod(lambda layer, **kw: (built.append(layer), build(layer, **kw))[1]))
+        monkeypatch.setattr(
+            LayerPlan, "build", staticmethod(lambda layer, **kw: (built.append(layer), build(layer, **kw))[1])
+        )
         verdict = run_cell(by_name("five-microbatches-ep1"), layernodes.install)
         assert verdict.status == "right"
         assert len(built) == len({id(layer) for layer in built}) == 4  # a model of two layers for each of two orders
@@ -208,7 +212,9 @@ class TestRefusals:
         """A subclass whose own forward would be skipped."""
         layer = _moe_model().decoder.layers[0]
         layer.__class__ = _OwnForward
-        self._refused(layer, r"_OwnForward overrides forward\(\), which the split path does not call", "_OwnForward.forward")
+        self._refused(
+            layer, r"_OwnForward overrides forward\(\), which the split path does not call", "_OwnForward.forward"
+        )
 
     def test_overridden_moe_forward(self) -> None:
         """Of the MoE layer too."""
@@ -226,7 +232,9 @@ class TestRefusals:
         """The plain layer refuses to train so; in evaluation it runs."""
         layer = _moe_model().decoder.layers[0]
         layer.mlp.attn_tp_group = SimpleNamespace(size=lambda: 2)
-        self._refused(layer, "cannot be trained without sequence parallelism, the plain layer refuses", "sequence_parallel")
+        self._refused(
+            layer, "cannot be trained without sequence parallelism, the plain layer refuses", "sequence_parallel"
+        )
         layernodes.build_layer_callables(layer.eval())
 
     def test_latent_with_overlapped_shared_experts(self) -> None:
@@ -239,7 +247,9 @@ class TestRefusals:
         """Its inner layer must be a TransformerLayer."""
         layer = make_model(by_name("mtp-aux-ep1")).mtp.layers[0]
         layer.mtp_model_layer = nn.Linear(2, 2)
-        self._refused(layer, r"over Linear is not handled; its inner layer \(mtp_model_layer\) must be", "mtp_model_layer")
+        self._refused(
+            layer, r"over Linear is not handled; its inner layer \(mtp_model_layer\) must be", "mtp_model_layer"
+        )
 
     def test_delayed_fp8_scaling(self) -> None:
         """Delayed scaling updates once a block, which no slot could do."""
@@ -250,7 +260,10 @@ class TestRefusals:
     def test_unknown_block_arguments(self) -> None:
         """Arguments of the decoder that its layers would not be given."""
         model, (microbatch, *_) = _moe_model(), make_microbatches(by_name("alltoall-moe-ep1"))
-        with layernodes.install(), pytest.raises(UnsupportedLayerError, match=r"extra_block_kwargs\['context'\]") as caught:
+        with (
+            layernodes.install(),
+            pytest.raises(UnsupportedLayerError, match=r"extra_block_kwargs\['context'\]") as caught,
+        ):
             model.build_schedule_plan(**microbatch.inputs, extra_block_kwargs={"context": torch.ones(2)})
         assert caught.value.field == "extra_block_kwargs.context"
 
@@ -264,7 +277,13 @@ def _check(cell: Cell, context: Any = layernodes.install, *, hooks: bool = False
 _IN_PROCESS = (
     *("dense", "dense-dropout", "dense-tied", "alltoall-shared-gate-ep1", "allgather-aux-ep1", "allgather-paired-ep1"),
     *("paired-recompute-ep1", "paired-mixed-ep1", "shared-overlap-ep1", "drop-pad-ep1", "expert-bias-ep1", "mixed-ep1"),
-    *("alltoall-dropout-ep1", "bf16-dropout-shared-ep1", "recompute-all-dropout-ep1", "recompute-moe-ep1", "latent-ep1"),
+    *(
+        "alltoall-dropout-ep1",
+        "bf16-dropout-shared-ep1",
+        "recompute-all-dropout-ep1",
+        "recompute-moe-ep1",
+        "latent-ep1",
+    ),
     *("mla-recompute-all-ep1", "packed-samples-ep1", "middle-chunk-ep1", "last-chunk-dense-last-ep1", "one-layer-ep1"),
     *("frozen-embedding-ep1", "frozen-first-layer-ep1", "mlp-chunks-ep1", "delay-wgrad-mixed-ep1", "uneven-ep1"),
     *("early-attention-release-ep1", "padding-aux-x", "hybridep-shared-aux-ep1", "heterogeneous-everything-ep1"),
@@ -316,7 +335,7 @@ class TestMatrix:
         assert sum(v.status == "right" for v in verdicts.values()) > 450
 
 
-# What Megatron-Core's own plan gets wrong around any nodes: parameters used twice, frozen embeddings, repeated MTP layers.
+# What Megatron-Core's own plan gets wrong around any nodes: parameters used twice, frozen embeddings, repeated MTP.
 _NOT_THE_NODES = ("mtp", "tied", "frozen", "heterogeneous", "chunks-mtp", "full-uniform-mtp")
 
 
@@ -443,7 +462,9 @@ def _run(model: Any, microbatch: Any, **inputs: Any) -> Tensor:
 class TestModel:
     """A whole model's microbatch, beyond the matrix."""
 
-    @pytest.mark.parametrize("name", ["mtp-tied-ep1", "recompute-all-ep1", "alltoall-shared-gate-ep1", "allgather-moe-ep1"])
+    @pytest.mark.parametrize(
+        "name", ["mtp-tied-ep1", "recompute-all-ep1", "alltoall-shared-gate-ep1", "allgather-moe-ep1"]
+    )
     def test_nothing_survives_a_microbatch(self, name: str) -> None:
         """With ``gc`` off, the plan's tensors are gone as soon as its backward is."""
         cell = by_name(name)

@@ -24,7 +24,7 @@ def test_written_once_and_taken_once() -> None:
     assert handoffs.take("x") is value
     assert handoffs.pending() == ()
     assert handoffs.was_written("x")
-    with pytest.raises(NodeStateError, match="'x' has already been taken; each is taken once .*nothing"):
+    with pytest.raises(NodeStateError, match=r"'x' has already been taken; each is taken once .*nothing"):
         handoffs.take("x")
     with pytest.raises(NodeStateError, match="'x' is written a second time for this layer and microbatch"):
         handoffs.write("x", value)
@@ -34,7 +34,9 @@ def test_taking_early_says_what_waits() -> None:
     """The message lists what is there."""
     handoffs = Handoffs()
     handoffs.write("a", 1)
-    with pytest.raises(NodeStateError, match=r"'x' has not been written yet; run the slot .*\(waiting to be taken: \['a'\]"):
+    with pytest.raises(
+        NodeStateError, match=r"'x' has not been written yet; run the slot .*\(waiting to be taken: \['a'\]"
+    ):
         handoffs.take("x")
     assert not handoffs.was_written("x")
 

@@ -25,7 +25,10 @@ _LAYERS: tuple[tuple[str, ...], ...] = (
 _TOP = len(_LAYERS)
 # Megatron's private modules and what only the adapter may know.
 _ADAPTER = ("_megatron/", "cpu.py", "_cpu_device.py")
-_PUBLIC_OF_MEGATRON = ("megatron.core.transformer.transformer_layer", "megatron.core.transformer.multi_token_prediction")
+_PUBLIC_OF_MEGATRON = (
+    "megatron.core.transformer.transformer_layer",
+    "megatron.core.transformer.multi_token_prediction",
+)
 
 
 @functools.cache

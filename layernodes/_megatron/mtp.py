@@ -1,10 +1,10 @@
 """The ends of a multi-token-prediction layer, around the slots of its inner layer.
 
-Mirrors ``MultiTokenPredictionBlock.forward`` and ``MultiTokenPredictionLayer.forward`` of megatron-core 0.19. Between the
-layers of a block two tensors travel: the hidden states of the depths before, ``[depth * s, b, h]``, and those of the
-latest, ``[s, b, h]``, which stay a tensor of their own: the plain model adds the gradients of all its uses one by one,
-and so must the slot that uses it. The last layer returns all of them as one, ``[(1 + depth) * s, b, h]``, as the block
-does. No tensor reaches a layer by another way.
+Mirrors ``MultiTokenPredictionBlock.forward`` and ``MultiTokenPredictionLayer.forward`` of megatron-core 0.19. Between
+the layers of a block two tensors travel: the hidden states of the depths before, ``[depth * s, b, h]``, and those of
+the latest, ``[s, b, h]``, which stay a tensor of their own: the plain model adds the gradients of all its uses one by
+one, and so must the slot that uses it. The last layer returns all of them as one, ``[(1 + depth) * s, b, h]``, as the
+block does. No tensor reaches a layer by another way.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ class MTPEntry(NamedTuple):
     call: ModuleCall | None
 
 
-def enter(
-    ctx: NodeContext, layer: MultiTokenPredictionLayer, depths: Tensor, latest: Tensor | None = None
-) -> MTPEntry:
+def enter(ctx: NodeContext, layer: MultiTokenPredictionLayer, depths: Tensor, latest: Tensor | None = None) -> MTPEntry:
     """Roll the tokens, embed them and pick the hidden states of the depth before; arguments as in ``MTPEntry``."""
     chunk: Any = ctx.chunk_state
     model = chunk.model

@@ -71,7 +71,11 @@ class EdgeAudit:
     def run(
         self, node: ScheduleNode, forward: Forward, ctx: NodeContext, inputs: tuple[Tensor, ...]
     ) -> Tensor | tuple[Tensor, ...]:
-        """Run ``forward``, the node's own or what wraps it, and check its edges; NodeStateError names what was reached and how to declare it."""
+        """Run ``forward``, the node's own or what gives it copies, and check its edges.
+
+        Raises:
+            NodeStateError: names what was reached and how to declare it.
+        """
         leaves: _Leaves = ctx.layer_state.__dict__.setdefault(_LEAVES, {})
         slot = str(node.slot) if isinstance(node.slot, str) else node.slot.name
         self._reset(leaves, slot)

@@ -210,7 +210,7 @@ def _nccl_ep() -> Iterator[mock.Mock]:
     bootstrap = mock.Mock()
     stand_ins = {
         "ensure_nccl_ep_bootstrapped": bootstrap,
-        "new_nccl_ep_buffer": lambda **sizes: _Buffer(**sizes),
+        "new_nccl_ep_buffer": _Buffer,
         "nccl_ep_dispatch": _ep_dispatch,
         "nccl_ep_combine": _ep_combine,
         "alloc_ep_symm_buffer": lambda shape, dtype, group: torch.zeros(shape, dtype=dtype),
@@ -291,9 +291,7 @@ class TestLowPrecision:
             entered.append(layer)
             yield
 
-        monkeypatch.setattr(
-            transformer_layer_module.TransformerLayer, "get_inner_quantization_context", lambda self: context(self)
-        )
+        monkeypatch.setattr(transformer_layer_module.TransformerLayer, "get_inner_quantization_context", context)
         cell = by_name("mixed-ep1")
         model, (microbatch, *_) = make_model(cell), make_microbatches(cell)
         with layernodes.install():

@@ -52,7 +52,10 @@ class TestDefinition:
     @pytest.mark.parametrize(
         ("namespace", "message"),
         [
-            ({"stream": StreamType.COMM}, r"MyNode\(ScheduleNode\) declares no 'slot'; declare one of Slot.PRE_DISPATCH"),
+            (
+                {"stream": StreamType.COMM},
+                r"MyNode\(ScheduleNode\) declares no 'slot'; declare one of Slot.PRE_DISPATCH",
+            ),
             (
                 {"slot": P},
                 r"MyNode\(ScheduleNode\) declares no 'stream'; declare StreamType.COMPUTE or StreamType.COMM",
@@ -87,7 +90,9 @@ class TestDefinition:
     @pytest.mark.parametrize("base", [ScheduleNode, DispatchNode, CombineNode])
     def test_final_verbs(self, verb: str, base: type) -> None:
         """The verbs cannot be overridden, whatever the base."""
-        with pytest.raises(NodeDefinitionError, match=f"MyNode.* overrides '{verb}', which is final; override 'forward'"):
+        with pytest.raises(
+            NodeDefinitionError, match=f"MyNode.* overrides '{verb}', which is final; override 'forward'"
+        ):
             _define("MyNode", (base,), **{verb: lambda self, *args: None})
 
     def test_abstract_classes_need_no_declarations(self) -> None:
@@ -164,7 +169,9 @@ class TestHandoffs:
             node.put(ctx, "y", x)
             return x
 
-        with pytest.raises(NodeStateError, match=r"Writer writes 'y', which it does not declare; add it to its 'writes'"):
+        with pytest.raises(
+            NodeStateError, match=r"Writer writes 'y', which it does not declare; add it to its 'writes'"
+        ):
             self._run(forward, self._take)
 
     def test_undeclared_take(self) -> None:
@@ -188,7 +195,9 @@ class TestHandoffs:
 
     def test_types_that_disagree(self) -> None:
         """Reader and writer declare different types."""
-        with pytest.raises(NodeStateError, match=r"Reader takes 'x' as int, but it was written as Tensor; declare the same"):
+        with pytest.raises(
+            NodeStateError, match=r"Reader takes 'x' as int, but it was written as Tensor; declare the same"
+        ):
             self._run(self._put, self._take, reads={"x": int})
 
     def test_an_optional_handoff(self) -> None:
@@ -261,7 +270,9 @@ class TestUndeclaredTensors:
             ctx.layer_state.wide = x * 3
             return x * 5
 
-        with pytest.raises(NodeStateError, match=r"Second.forward used a tensor that requires grad and is neither .*Mul"):
+        with pytest.raises(
+            NodeStateError, match=r"Second.forward used a tensor that requires grad and is neither .*Mul"
+        ):
             self._run(leave, lambda node, ctx, x: x + ctx.layer_state.wide)
 
     def test_the_other_slots_input(self) -> None:
@@ -271,7 +282,9 @@ class TestUndeclaredTensors:
             ctx.layer_state.wide = x
             return x * 5
 
-        with pytest.raises(NodeStateError, match=r"depends on input 0 of pre_dispatch_computation; its gradient would be"):
+        with pytest.raises(
+            NodeStateError, match=r"depends on input 0 of pre_dispatch_computation; its gradient would be"
+        ):
             self._run(leave, lambda node, ctx, x: x + ctx.layer_state.wide)
 
     def test_through_a_closure(self) -> None:
@@ -282,7 +295,9 @@ class TestUndeclaredTensors:
             kept.append(x.exp())
             return x * 5
 
-        with pytest.raises(NodeStateError, match="Let the slot that makes the tensor declare it in 'writes' and put it"):
+        with pytest.raises(
+            NodeStateError, match="Let the slot that makes the tensor declare it in 'writes' and put it"
+        ):
             self._run(leave, lambda node, ctx, x: x * kept[0])
 
     def test_it_stays_an_error(self) -> None:
@@ -295,7 +310,7 @@ class TestUndeclaredTensors:
         nodes = {P: _node("First", P, leave), M: _node("Second", M, lambda node, ctx, x: x + ctx.layer_state.wide)}
         plan = LayerPlan.build(nn.Linear(2, 2), nodes=nodes)
         for _ in range(2):
-            with pytest.raises(NodeStateError, match="Second.forward used a tensor"):
+            with pytest.raises(NodeStateError, match=r"Second.forward used a tensor"):
                 SlotRun(plan).forward(torch.ones(2, requires_grad=True) * 1.0)
 
     def test_a_parameter_and_a_constant_are_no_trouble(self) -> None:
@@ -368,7 +383,7 @@ class TestCases:
         assert buffer.grad is None  # the caller's buffer takes no part in the node's graph
 
     def test_unused_and_integer_outputs(self) -> None:
-        """A float output, an integer map and a float output that nobody uses: backward works, the unused one gets none."""
+        """A float output, an integer map and an unused float output: backward works, the unused one gets none."""
 
         def three(node: Any, ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return x * 2, torch.tensor([1, 0]), x * 7
@@ -387,7 +402,10 @@ class TestCases:
     def test_output_of_no_grad_input(self) -> None:
         """A microbatch without any gradient (frozen below) still goes backward into the parameters."""
         weight = nn.Parameter(torch.ones(2))
-        nodes = {P: _node("Frozen", P, lambda node, ctx, x: x * 2), M: _node("Uses", M, lambda node, ctx, x: x * weight)}
+        nodes = {
+            P: _node("Frozen", P, lambda node, ctx, x: x * 2),
+            M: _node("Uses", M, lambda node, ctx, x: x * weight),
+        }
         run = SlotRun(LayerPlan.build(nn.Identity(), nodes=nodes))
         run.forward(torch.tensor([1.0, 2.0]))
         run.backward(torch.ones(2))

@@ -64,7 +64,9 @@ def _plain(layer: Any, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor | None, 
     return outputs[0], input_grad, grads
 
 
-def _through(plan: LayerPlan, x: Tensor, grad: Tensor, **options: Any) -> tuple[Tensor, Any, Mapping[str, Tensor | None]]:
+def _through(
+    plan: LayerPlan, x: Tensor, grad: Tensor, **options: Any
+) -> tuple[Tensor, Any, Mapping[str, Tensor | None]]:
     results: list[Any] = []
 
     def run() -> None:
@@ -217,7 +219,13 @@ class TestDescribe:
 
 
 _LAYERS = (
-    *("alltoall-moe-ep1", "alltoall-experts1-ep1", "alltoall-experts4-ep1", "allgather-moe-ep1", "allgather-shared-ep1"),
+    *(
+        "alltoall-moe-ep1",
+        "alltoall-experts1-ep1",
+        "alltoall-experts4-ep1",
+        "allgather-moe-ep1",
+        "allgather-shared-ep1",
+    ),
     *("allgather-experts1-ep1", "shared-overlap-ep1", "alltoall-shared-gate-ep1", "drop-pad-ep1", "drop-position-ep1"),
     *("latent-shared-ep1", "dense", "dense-dropout", "alltoall-dropout-ep1", "recompute-all-ep1", "hybridep-ep1"),
     *("linear-bias-ep1", "alltoall-aux-ep1", "expert-bias-ep1", "post-norm-ep1", "grouped-experts1-ep1"),
@@ -280,7 +288,10 @@ class TestPlainLayer:
         plan = LayerPlan.build(layer)
         before = {name: torch.randn_like(p) for name, p in layer.named_parameters()}
         found = []
-        for run in (lambda: layer(hidden_states=x, attention_mask=None)[0].backward(grad), lambda: _once(plan, x, grad)):
+        for run in (
+            lambda: layer(hidden_states=x, attention_mask=None)[0].backward(grad),
+            lambda: _once(plan, x, grad),
+        ):
             for name, parameter in layer.named_parameters():
                 parameter.grad = before[name].clone()
             run()
@@ -325,7 +336,13 @@ class TestNothingIsLeft:
     @pytest.mark.parametrize(
         "name",
         [
-            *("alltoall-moe-ep1", "allgather-shared-gate-ep1", "shared-overlap-ep1", "recompute-all-ep1", "hybridep-ep1"),
+            *(
+                "alltoall-moe-ep1",
+                "allgather-shared-gate-ep1",
+                "shared-overlap-ep1",
+                "recompute-all-ep1",
+                "hybridep-ep1",
+            ),
             *("latent-shared-ep1", "drop-pad-ep1", "dense-recompute-mlp-norm", "expert-bias-ep1", "grouped-ep1"),
             *("alltoall-recompute-moe_act-ep1",),
         ],
@@ -347,7 +364,9 @@ class TestNothingIsLeft:
                 attributes = _attributes(layer)
                 references = _run_and_watch(plan, x, grad, proving=proving)
                 assert [kind for kind, reference in references if reference() is not None] == []
-                survivors = [t for i, t in _live_tensors().items() if i not in before and not isinstance(t, nn.Parameter)]
+                survivors = [
+                    t for i, t in _live_tensors().items() if i not in before and not isinstance(t, nn.Parameter)
+                ]
                 assert [tuple(t.shape) for t in survivors if t is not x.grad] == []
                 x.grad = None
                 changed = {key for key, value in _attributes(layer).items() if attributes.get(key, None) is not value}
@@ -532,11 +551,17 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("nodes", "message"),
         [
-            ({M: _misfit(C)}, r"nodes\[Slot.MLP\] is Misfit, which is a node for moe_combine; put it under its own slot"),
+            (
+                {M: _misfit(C)},
+                r"nodes\[Slot.MLP\] is Misfit, which is a node for moe_combine; put it under its own slot",
+            ),
             ({POST: MTPPostNode}, r"TransformerLayer \(moe\) has no slot 'mtp_post_process' to put MTPPostNode into"),
             ({"mlp": ExpertNode}, r"nodes has the key 'mlp'; use a Slot, one of Slot.PRE_DISPATCH_COMPUTATION"),
             ({M: 3}, r"nodes\[Slot.MLP\] is 3; give a node class or a callable that takes the layer"),
-            ({M: lambda layer: "node"}, r"nodes\[Slot.MLP\] made 'node' for TransformerLayer; it must return a Schedule"),
+            (
+                {M: lambda layer: "node"},
+                r"nodes\[Slot.MLP\] made 'node' for TransformerLayer; it must return a Schedule",
+            ),
             (
                 {M: _misfit(M, reads={"gate_scores": Tensor})},
                 r"Misfit reads 'gate_scores', which no earlier slot of this layer writes; let an earlier node declare",
@@ -569,12 +594,16 @@ class TestRefusals:
 
     def test_a_dense_layer_has_no_dispatch(self) -> None:
         """A dispatch node for a dense layer names the slots that it has."""
-        with pytest.raises(PlanError, match=r"\(dense\) has no slot 'moe_dispatch' to put DispatchNode into; its slots"):
+        with pytest.raises(
+            PlanError, match=r"\(dense\) has no slot 'moe_dispatch' to put DispatchNode into; its slots"
+        ):
             LayerPlan.build(_layer(by_name("dense")), nodes={D: DispatchNode})
 
     def test_not_a_layer(self) -> None:
         """A module that is not Megatron's needs nodes."""
-        with pytest.raises(UnsupportedLayerError, match=r"Linear is no TransformerLayer .*LayerPlan.build\(layer, nodes="):
+        with pytest.raises(
+            UnsupportedLayerError, match=r"Linear is no TransformerLayer .*LayerPlan.build\(layer, nodes="
+        ):
             LayerPlan.build(nn.Linear(2, 2))
 
     def test_a_node_over_a_foreign_layer(self) -> None:
@@ -584,13 +613,17 @@ class TestRefusals:
 
     def test_mtp_post_outside_mtp(self) -> None:
         """The MTP node names what it needs."""
-        with pytest.raises(UnsupportedLayerError, match="MTPPostNode needs a MultiTokenPredictionLayer, found Transformer"):
+        with pytest.raises(
+            UnsupportedLayerError, match="MTPPostNode needs a MultiTokenPredictionLayer, found Transformer"
+        ):
             MTPPostNode(_layer())
 
     def test_plans_are_immutable(self) -> None:
         """Neither attributes nor the mapping of nodes can be changed."""
         plan = LayerPlan.build(_layer())
-        with pytest.raises(AttributeError, match="LayerPlan is immutable; build another plan instead of setting 'nodes'"):
+        with pytest.raises(
+            AttributeError, match="LayerPlan is immutable; build another plan instead of setting 'nodes'"
+        ):
             plan.nodes = {}
         with pytest.raises(TypeError):
             plan.nodes[M] = None  # type: ignore[index]
