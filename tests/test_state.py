@@ -24,7 +24,7 @@ def test_written_once_and_taken_once() -> None:
     assert handoffs.take("x") is value
     assert handoffs.pending() == ()
     assert handoffs.was_written("x")
-    with pytest.raises(NodeStateError, match="'x' has already been taken; each is taken once .*nothing"):
+    with pytest.raises(NodeStateError, match=r"'x' has already been taken; each is taken once .*nothing"):
         handoffs.take("x")
     with pytest.raises(NodeStateError, match="'x' is written a second time for this layer and microbatch"):
         handoffs.write("x", value)

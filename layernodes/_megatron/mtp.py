@@ -1,8 +1,8 @@
 """The ends of a multi-token-prediction layer, around the slots of its inner layer.
 
 Mirrors ``MultiTokenPredictionBlock.forward`` and ``MultiTokenPredictionLayer.forward`` of megatron-core 0.19. Between
+the layers of a block the hidden states of all depths travel as one tensor, ``[(1 + depth) * s, b, h]``, which is what
 the
-layers of a block the hidden states of all depths travel as one tensor, ``[(1 + depth) * s, b, h]``, which is what the
 block returns in the end: no tensor reaches a layer by another way.
 """
 

@@ -27,7 +27,7 @@ from layernodes._megatron.deferral import deferrable_sites, deferring_parallel_l
 from layernodes.errors import NodeStateError
 from layernodes.linear import deferring_products
 from layernodes.nodes.definition import check_definition
-from layernodes.nodes.edges import EdgeAudit, Forward
+from layernodes.nodes.edges import EdgeAudit, Forward, note_taken, note_written
 from layernodes.release import is_sole_holder
 from layernodes.slots import ExtraSlot, Slot, StreamType
 from layernodes.state import HandoffMap, NodeContext, fits, handoffs_of, spelling
@@ -169,7 +169,7 @@ class ScheduleNode(ABC):
             value = _own(value)  # it may be an input, whose storage the caller will free
         if isinstance(value, Tensor) and value.requires_grad:
             original, value = value, ctx.detach(value)
-            self._audit.wrote(name, original, value)
+            note_written(ctx, name, original, value)
         elif isinstance(value, Tensor):
             value = value.detach()  # a tensor of its own, so that counting holders sees that its storage is in use
         handoffs_of(ctx.layer_state).write(name, value)
@@ -192,7 +192,7 @@ class ScheduleNode(ABC):
                 f"{type(self).__name__} takes {name!r} as {spelling(self._reads[name])}, "
                 f"but it was written as {type(value).__name__}; declare the same type on both sides"
             )
-        self._audit.took(value)
+        note_taken(ctx, value)
         return value
 
     @final

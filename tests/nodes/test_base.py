@@ -310,7 +310,7 @@ class TestUndeclaredTensors:
         nodes = {P: _node("First", P, leave), M: _node("Second", M, lambda node, ctx, x: x + ctx.layer_state.wide)}
         plan = LayerPlan.build(nn.Linear(2, 2), nodes=nodes)
         for _ in range(2):
-            with pytest.raises(NodeStateError, match="Second.forward used a tensor"):
+            with pytest.raises(NodeStateError, match=r"Second.forward used a tensor"):
                 SlotRun(plan).forward(torch.ones(2, requires_grad=True) * 1.0)
 
     def test_a_parameter_and_a_constant_are_no_trouble(self) -> None:
@@ -383,8 +383,7 @@ class TestCases:
         assert buffer.grad is None  # the caller's buffer takes no part in the node's graph
 
     def test_unused_and_integer_outputs(self) -> None:
-        """A float output, an integer map and a float output that nobody uses: backward works, the unused one gets
-        none."""
+        """A float output, an integer map and an unused float output: backward works, the unused one gets none."""
 
         def three(node: Any, ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return x * 2, torch.tensor([1, 0]), x * 7
@@ -474,3 +473,28 @@ def test_handoffs_are_empty_at_the_end() -> None:
     run = SlotRun(LayerPlan.build(nn.Identity(), nodes=nodes))
     run.forward(torch.ones(2))
     assert handoffs_of(run.layer_state).pending() == ()
+
+
+class TestWrapping:
+    """Code runs around a node by wrapping it: a node of the same slot that calls it."""
+
+    def _wrapped(self, name: str, inner: Any) -> Any:
+        def forward(node: Any, ctx: Any, *inputs: Tensor) -> Any:
+            output = inner(ctx, *(x * 2 for x in inputs))
+            return output + 1
+
+        return _node(name, inner.slot, forward, reads=type(inner).reads, writes=type(inner).writes)
+
+    def test_the_inner_nodes_handoffs_count(self) -> None:
+        """What the inner node takes and puts is the wrapper's too; gradients go through both."""
+        writer = _node("Writer", P, TestHandoffs._put, writes={"x": Tensor})(None)
+        reader = _node("Reader", M, TestHandoffs._take, reads={"x": Tensor})(None)
+        nodes = {P: self._wrapped("AroundWriter", writer), M: self._wrapped("AroundReader", reader)}
+        plan = LayerPlan.build(nn.Identity(), nodes=nodes)
+        for _ in range(2):
+            run = SlotRun(plan)
+            x = torch.tensor([1.0, 2.0], requires_grad=True)
+            output = run.forward(x * 1.0)
+            # writer: h = 2x, handoff 2h, output h + 1; reader: 2(h + 1) + 2h + 1
+            assert output.tolist() == [11.0, 19.0]
+            assert run.backward(torch.ones(2)).tolist() == [8.0, 8.0]
