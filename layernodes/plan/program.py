@@ -42,6 +42,7 @@ class Op:
         index: its index within its lane.
         waits_for: index, within the other lane, of the last step that must be done before it; ``NONE`` for none.
         is_awaited: whether a step of the other lane waits for this one or a later one before the next awaited.
+        communicates: whether it may issue collectives.
         ends_forward, begins_backward, ends_backward: first or last step of a microbatch's pass.
     """
 
@@ -54,6 +55,7 @@ class Op:
     index: int
     waits_for: int
     is_awaited: bool
+    communicates: bool
     ends_forward: bool
     begins_backward: bool
     ends_backward: bool
@@ -116,6 +118,7 @@ def compile_steps(steps: Sequence[Step], rules: Rules, chunks: Sequence[ChunkPla
             index=index_in_lane[position],
             waits_for=waits[position],
             is_awaited=index_in_lane[position] in awaited[lane_of[position]],
+            communicates=_communicates(chunks[step.microbatch], step),
             ends_forward=step.phase is Phase.F and last[step.microbatch, Phase.F] == position,
             begins_backward=step.phase is Phase.B and first[step.microbatch, Phase.B] == position,
             ends_backward=step.phase is Phase.B and last[step.microbatch, Phase.B] == position,
@@ -123,6 +126,10 @@ def compile_steps(steps: Sequence[Step], rules: Rules, chunks: Sequence[ChunkPla
         for position, step in enumerate(steps)
     )
     return Program(ops, (tuple(op for op in ops if op.lane == 0), tuple(op for op in ops if op.lane == 1)))
+
+
+def _communicates(chunk: ChunkPlan | None, step: Step) -> bool:
+    return step.layer is not None or (chunk is not None and chunk.is_tensor_parallel)
 
 
 def _ends(steps: Sequence[Step]) -> tuple[dict[tuple[int, Phase], int], dict[tuple[int, Phase], int]]:

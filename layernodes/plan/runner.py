@@ -10,7 +10,7 @@ take outputs and gradients, close the runs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
@@ -19,6 +19,7 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 from torch.autograd import profiler
+from torch.distributed import ProcessGroup
 
 from layernodes.errors import NodeStateError, RankMismatchError, ScheduleError, StepError
 from layernodes.lane import Lane
@@ -129,14 +130,18 @@ class Runner:
             RankMismatchError: another rank of an expert-parallel group holds another schedule.
             StepError: a step raised; names it. Gradients accumulated until then stay.
         """
-        if loss_grads is not None and len(loss_grads) != len(batches):
-            raise ScheduleError(f"{len(loss_grads)} loss_grads for {len(batches)} batches; give one for each")
+        self._check_open()
         trains = any(step.phase is not Phase.F for step in schedule)
-        compiled = self._compile_schedule(schedule, chunk, len(batches), Mode.TRAIN if trains else Mode.FORWARD)
         with torch.set_grad_enabled(trains):
-            runs = [chunk.open(batch) for batch in batches]
             try:
-                timeline = self._perform(compiled, runs, chunk, loss_grads)
+                _check_loss_grads(loss_grads, batches)
+                compiled = self._compile_schedule(schedule, chunk, len(batches), Mode.TRAIN if trains else Mode.FORWARD)
+                runs = [chunk.open(batch) for batch in batches]
+            except Exception:
+                self._ranks.withdraw(chunk.exchange_groups())
+                raise
+            try:
+                timeline = self._perform(compiled, runs, chunk.exchange_groups(), loss_grads)
                 return RunResult(
                     outputs=tuple(run.output for run in runs),
                     input_grads=tuple(run.input_grad for run in runs),
@@ -166,12 +171,18 @@ class Runner:
         Raises:
             ScheduleError, RankMismatchError, StepError: as ``run``.
         """
+        self._check_open()
         chunks = (None if forward is None else forward.plan, None if backward is None else backward.plan)
-        compiled = self._compile_pair(schedule, *chunks)
+        groups = _groups_of(chunks)
+        try:
+            compiled = self._compile_pair(schedule, *chunks)
+        except Exception:
+            self._ranks.withdraw(groups)
+            raise
         runs = [forward, backward]
         grads = [None, loss_grad]
         try:
-            return self._perform(compiled, runs, chunks[0] or chunks[1], grads)
+            return self._perform(compiled, runs, groups, grads)
         except BaseException:
             for run in runs:
                 if run is not None:
@@ -181,16 +192,17 @@ class Runner:
             if backward is not None:
                 backward.close()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise NodeStateError("this Runner is closed; make another one")
+
     def _perform(
         self,
         compiled: _Compiled,
         runs: Sequence[ChunkRun | None],
-        chunk: ChunkPlan | None,
+        groups: Sequence[ProcessGroup],
         loss_grads: Sequence[Any] | None,
     ) -> Timeline:
-        if self._closed:
-            raise NodeStateError("this Runner is closed; make another one")
-        groups = () if chunk is None else chunk.exchange_groups()
         pending = self._ranks.issue(groups, compiled.fingerprint) if groups else None
         generators = StepGenerators() if self._rng is RngMode.PER_STEP else None
         performance = _Performance(
@@ -267,7 +279,7 @@ class _Performance:
     def perform(self, op: Op, lane: Lane | None) -> None:
         """Run one step; whatever it raises surfaces as StepError."""
         try:
-            if self.pending is not None and op.lane == 1:
+            if self.pending is not None and op.communicates:
                 self.pending.wait()
             if self.before_step is not None:
                 self.before_step(op.step)
@@ -308,6 +320,16 @@ class _Performance:
                 run.end_backward()
         else:
             raise NodeStateError(f"{op.text}: this chunk defers no weight gradients")
+
+
+def _check_loss_grads(loss_grads: Sequence[Any] | None, batches: Sequence[Any]) -> None:
+    if loss_grads is not None and len(loss_grads) != len(batches):
+        raise ScheduleError(f"{len(loss_grads)} loss_grads for {len(batches)} batches; give one for each")
+
+
+def _groups_of(chunks: Iterable[ChunkPlan | None]) -> list[ProcessGroup]:
+    groups = [group for chunk in chunks if chunk is not None for group in chunk.exchange_groups()]
+    return list({id(group): group for group in groups}.values())
 
 
 def _make_streams(kind: StreamKind) -> Streams[Op]:
