@@ -167,6 +167,11 @@ class GPTChunk:
             return self._shared.pre_process
         return self._shared.post_process if place == "post_process" else self._shared.mtp_first
 
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether embedding and output layer are shared with other ranks."""
+        return int(self.model.config.tensor_model_parallel_size) > 1
+
     def exchange_groups(self) -> tuple[ProcessGroup, ...]:
         """The groups over which the chunk's MoE layers exchange tokens, each once."""
         groups: dict[int, ProcessGroup] = {}
