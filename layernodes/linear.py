@@ -1,8 +1,8 @@
 """Products of torch whose weight gradient is deferred.
 
-``deferring_products`` intercepts, in a node's forward, the products of a deferred weight: ``F.linear(x, w)``, ``x @ w``,
-``x @ w.t()`` and the other functions of ``_PRODUCTS``. Their results and gradients are those of plain autograd bit for
-bit, by one of two ways:
+``deferring_products`` intercepts, in a node's forward, the products of a deferred weight: ``F.linear(x, w)``,
+``x @ w``, ``x @ w.t()`` and the others of ``_PRODUCTS``. Results and gradients are those of plain autograd bit for bit,
+by one of two ways:
 
     usual      2-d weight, contiguous 2-d or 3-d input of a linear or matmul: a function of ours whose backward
                multiplies what autograd's own would, in the same order
@@ -90,14 +90,14 @@ class deferring_products(TorchFunctionMode):
                 found += self._weights_among(tuple(value), {})
         return found
 
-    def _defer(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operand: _Operand
-    ) -> Any:
+    def _defer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operand: _Operand) -> Any:
         usual = _usual(func, args, kwargs, operand)
         if usual is not None:
             # The weight goes in as a thing to hold: no edge of the graph leads to it.
             x, bias, is_matmul = usual
-            return _DeferredLinear.apply(x, operand.weight.detach(), bias, self._store.anchor, operand, is_matmul, self._store)
+            return _DeferredLinear.apply(
+                x, operand.weight.detach(), bias, self._store.anchor, operand, is_matmul, self._store
+            )
         product = _Product(func, args, kwargs, operand)
         others = [tensor for tensor in product.tensors if tensor.requires_grad]
         return _DeferredProduct.apply(self._store, product, self._store.anchor, *others)

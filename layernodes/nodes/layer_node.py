@@ -34,7 +34,12 @@ class LayerNode(ScheduleNode):
         self._parts = LayerParts(layer)
 
     def modules(self) -> tuple[Module, ...]:
-        return slot_modules(self._parts, Slot(str(self.slot)))
+        return (*slot_modules(self._parts, Slot(str(self.slot))), *self._own_modules())
+
+    def _own_modules(self) -> tuple[Module, ...]:
+        """Modules that a subclass holds, beside the layer."""
+        parts = self._parts
+        return tuple(module for module in super().modules() if module not in (parts.layer, parts.mtp, parts.moe))
 
     def deferred_parameters(self) -> tuple[Parameter, ...]:
         return deferrable_modules(self._parts, self.modules())
