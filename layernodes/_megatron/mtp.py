@@ -17,7 +17,7 @@ from torch import Tensor
 
 from layernodes._megatron.calls import ModuleCall
 from layernodes._megatron.chunk_state import MTPChain, progress_of
-from layernodes._megatron.layer import end_decoder
+from layernodes._megatron.decoder import end_decoder
 from layernodes.state import NodeContext
 
 

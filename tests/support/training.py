@@ -1,4 +1,5 @@
-"""Training runs with Megatron-Core's own loop, DDP and optimizer: plainly, or under a schedule; the same data in both."""
+"""Training runs with Megatron-Core's own loop, DDP and optimizer: plainly, or under a schedule; the same data in
+both."""
 
 from __future__ import annotations
 
@@ -81,9 +82,7 @@ class Way:
 PLAIN = Way()
 
 
-def zipper(
-    forward: layernodes.ChunkShape | None, backward: layernodes.ChunkShape | None
-) -> layernodes.PairSchedule:
+def zipper(forward: layernodes.ChunkShape | None, backward: layernodes.ChunkShape | None) -> layernodes.PairSchedule:
     """A user's order that no built-in has: backward leads, step by step in turn, all weight gradients at the end."""
     whole = list(layernodes.pairs.serial(forward, backward))
     ahead = [step for step in whole if step.phase is layernodes.Phase.B]
