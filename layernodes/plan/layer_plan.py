@@ -72,6 +72,7 @@ class LayerPlan:
     nodes: Mapping[SlotKey, ScheduleNode]
 
     _built_from: tuple[Mapping[SlotKey, NodeFactory], bool]
+    _kind: LayerKind
 
     def __init__(
         self,
