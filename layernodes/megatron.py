@@ -12,6 +12,7 @@ from layernodes._megatron.patches import Builders, Patch, is_patched, schedule_p
 from layernodes._megatron.wgrad import delays_wgrads
 from layernodes.errors import NodeStateError, UnsupportedLayerError
 from layernodes.plan.layer_plan import ForwardFuncs, LayerPlan, WgradMode
+from layernodes.training import schedule
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -168,4 +169,5 @@ __all__ = [
     "build_transformer_layer_callables",
     "get_layer_moe_metadata",
     "install",
+    "schedule",
 ]

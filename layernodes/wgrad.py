@@ -1,31 +1,30 @@
 """Deferred weight gradients: parked by a backward, computed and delivered by a later step.
 
 A linear layer's backward makes two products, the input's gradient, which the next backward waits for, and the
-weight's, which
-nobody waits for. To defer the second:
+weight's, which nobody waits for. To defer the second:
 
     forward    the weight takes part detached, so that it is no edge of the node's graph; an anchor that requires grad
-    is, so
-               that the backward runs. Around the node's forward, a stand-in leaf takes the weight's place in its
-               module: what
-               other operations contribute to the weight lands there, and not on the weight ahead of time
-    backward   computes the input's gradient and parks (weight, how to compute its gradient): the input and the output's
-               gradient are all that is held
-    drain      computes what was parked, in the order in which it was parked, sums it per weight as plain autograd
-    would, and
-               delivers each sum through autograd, so that every hook of the weight fires once, with the gradient there
+               is, so that the backward runs. Around the node's forward, a stand-in leaf takes the weight's place in
+               its module: what other operations contribute to the weight lands there, and not on the weight ahead of
+               time
+    backward   computes the input's gradient and parks (weight, how to compute its gradient): the input and the
+               output's gradient are all that is held
+    drain      weight by weight: computes what was parked, sums it as plain autograd would, and delivers the sum
+               through autograd, so that every hook of the weight fires once, with the gradient there
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Module, Parameter
+from torch.utils.hooks import RemovableHandle
 
 from layernodes.errors import NodeStateError
 
@@ -45,6 +44,35 @@ def stand_in_for(parameter: Parameter) -> Parameter:
     return stand_in
 
 
+@contextmanager
+def replaced(sites: Iterable[tuple[Module, str, Parameter]]) -> Iterator[None]:
+    """Let modules hold other parameters, given as (module, name, parameter), until the context is left.
+
+    Forward pre-hooks of the modules still see their own: they may look it up, as Megatron-Core's DDP does to wait for
+    the parameter's all-gather.
+    """
+    held: dict[tuple[int, str], tuple[Module, str, Parameter | None]] = {}
+    handles: list[RemovableHandle] = []
+    try:
+        for module, name, parameter in sites:
+            current = module._parameters[name]
+            held.setdefault((id(module), name), (module, name, current))
+            if module._forward_pre_hooks:
+                handles.append(module.register_forward_pre_hook(partial(_hold, name, current), prepend=True))
+                handles.append(module.register_forward_pre_hook(partial(_hold, name, parameter)))
+            module._parameters[name] = parameter
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, name, own in held.values():
+            module._parameters[name] = own
+
+
+def _hold(name: str, parameter: Parameter | None, module: Module, *_: object) -> None:
+    module._parameters[name] = parameter
+
+
 def deliver(parameter: Tensor, gradient: Tensor) -> None:
     """Accumulate ``gradient`` into a leaf through autograd, so that its hooks fire."""
     Variable._execution_engine.run_backward(
@@ -58,20 +86,63 @@ def deliver(parameter: Tensor, gradient: Tensor) -> None:
     )
 
 
+Compute = Callable[[], Tensor | None]
+
+
+class _Deferred:
+    """One weight of a store: the parameter, its stand-in, and what contributes to its gradient."""
+
+    __slots__ = ("_arrived", "_parked", "_stand_in", "parameter")
+
+    def __init__(self, parameter: Parameter, stand_in: Parameter) -> None:
+        self.parameter = parameter
+        self._stand_in = stand_in
+        parked: list[Compute] = []
+        arrived: list[int] = []
+        self._parked = parked
+        self._arrived = arrived  # how many had been parked when the contributions of other operations were there
+        stand_in.register_post_accumulate_grad_hook(lambda _: arrived.append(len(parked)))  # type: ignore[no-untyped-call]
+
+    def park(self, compute: Compute) -> None:
+        self._parked.append(compute)
+
+    @property
+    def num_parked(self) -> int:
+        return len(self._parked)
+
+    def deliver(self) -> None:
+        """Sum the contributions in the order in which backward made them, as plain autograd does, and deliver."""
+        contributions, stand_in = self._parked, self._stand_in
+        gradient = stand_in.grad
+        if gradient is not None:
+            contributions.insert(self._arrived[0] if self._arrived else len(contributions), lambda: gradient)
+        total: Tensor | None = None
+        contributions.reverse()
+        with torch.no_grad():
+            while contributions:
+                computed = contributions.pop()()
+                if computed is not None:
+                    computed = computed.to(self.parameter.dtype)
+                    total = computed if total is None else total + computed
+        if getattr(stand_in, "grad_added_to_main_grad", False):
+            self.parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        if total is not None:
+            deliver(self.parameter, total)
+
+
 @final
 class WgradStore:
     """The weight gradients that one node deferred in one microbatch.
 
-    The parking primitive: a node's own ``autograd.Function`` gets the store in its forward
-    (``node.wgrad_store(ctx)``), uses
-    ``detached(weight)`` and ``anchor`` there, and calls ``park`` in its backward.
+    The parking primitive: a node's own ``autograd.Function`` gets the store (``node.wgrad_store(ctx)``), the weight's
+    ``detach()``, and ``anchor`` in its forward, and calls ``park`` in its backward.
     """
 
-    __slots__ = ("_anchor", "_originals", "_parked")
+    __slots__ = ("_anchor", "_deferred", "_waiting")
 
     def __init__(self) -> None:
-        self._originals: dict[int, tuple[Parameter, Parameter]] = {}
-        self._parked: list[tuple[int, Callable[[], Tensor | None]]] = []
+        self._deferred: dict[int, _Deferred] = {}  # by id of the stand-in
+        self._waiting: dict[int, _Deferred] = {}  # those of which something is parked, in order of the first
         self._anchor: Tensor | None = None
 
     @property
@@ -83,9 +154,9 @@ class WgradStore:
 
     def defers(self, weight: Tensor | None) -> bool:
         """Whether ``weight``, as the node's module holds it now, is one whose gradient this store defers."""
-        return weight is not None and id(weight) in self._originals
+        return weight is not None and id(weight) in self._deferred
 
-    def park(self, weight: Tensor, compute: Callable[[], Tensor | None]) -> None:
+    def park(self, weight: Tensor, compute: Compute) -> None:
         """Defer a gradient of ``weight``; ``compute`` returns it, of the weight's shape, when the store is drained.
 
         Args:
@@ -95,59 +166,48 @@ class WgradStore:
         Raises:
             NodeStateError: the weight is not deferred here.
         """
-        if id(weight) not in self._originals:
+        deferred = self._deferred.get(id(weight))
+        if deferred is None:
             raise NodeStateError(
                 "park() was given a weight that its node does not defer; let deferred_parameters() return it, "
-                "and pass the "
-                "weight as the module holds it during forward"
+                "pass the weight as the module holds it during forward, and park it before its W step"
             )
-        self._parked.append((id(weight), compute))
+        deferred.park(compute)
+        self._waiting.setdefault(id(weight), deferred)
 
     @property
     def num_parked(self) -> int:
         """How many gradients wait to be computed."""
-        return len(self._parked)
+        return sum(deferred.num_parked for deferred in self._waiting.values())
 
     @contextmanager
     def standing_in(self, sites: Sequence[Site]) -> Iterator[None]:
         """Hold a stand-in at every site for the forward of the node."""
-        held: list[tuple[Site, Parameter]] = []
         made: dict[int, Parameter] = {}
-        try:
-            for site in sites:
-                current = site.module._parameters[site.name]
-                if current is None or not current.requires_grad:
-                    continue
-                stand_in = made.get(id(current))
-                if stand_in is None:
-                    stand_in = made[id(current)] = stand_in_for(current)
-                    self._originals[id(stand_in)] = (current, stand_in)
-                held.append((site, current))
-                site.module._parameters[site.name] = stand_in
+        swaps: dict[tuple[int, str], tuple[Module, str, Parameter]] = {}
+        for module, name, _ in sites:
+            current = module._parameters[name]
+            if current is None or not current.requires_grad:
+                continue
+            stand_in = made.get(id(current))
+            if stand_in is None:
+                stand_in = made[id(current)] = stand_in_for(current)
+                self._deferred[id(stand_in)] = _Deferred(current, stand_in)
+            swaps[id(module), name] = (module, name, stand_in)
+        with replaced(swaps.values()):
             yield
-        finally:
-            for site, current in held:
-                site.module._parameters[site.name] = current
 
     def drain(self) -> None:
-        """Compute and deliver everything; the store is empty afterwards."""
-        originals, self._originals = self._originals, {}
-        parked, self._parked = self._parked, []
+        """Compute and deliver everything, one weight after the other; the store is empty afterwards."""
+        deferred, self._deferred = self._deferred, {}
+        waiting, self._waiting = self._waiting, {}
         self._anchor = None
-        sums: dict[int, Tensor] = {
-            key: stand_in.grad for key, (_, stand_in) in originals.items() if stand_in.grad is not None
-        }
-        with torch.no_grad():
-            for key, compute in parked:
-                gradient = compute()
-                if gradient is not None:
-                    sums[key] = gradient if key not in sums else sums[key] + gradient
-        del parked
-        for key, gradient in sums.items():
-            parameter, stand_in = originals[key]
-            if getattr(stand_in, "grad_added_to_main_grad", False):
-                parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-            deliver(parameter, gradient)
+        rest = [one for key, one in deferred.items() if key not in waiting]
+        deferred.clear()
+        for one in rest:
+            one.deliver()
+        while waiting:
+            waiting.pop(next(iter(waiting))).deliver()
 
 
 @final

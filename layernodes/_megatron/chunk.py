@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, final
 
+from megatron.core.enums import Fp8Recipe
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module, float16_to_fp32, fp32_to_float16
 from torch import Tensor
@@ -17,7 +20,7 @@ from torch.nn import Module
 
 from layernodes._megatron.layer import begin_decoder, end_decoder
 from layernodes._megatron.shared_parameters import SharedParameters
-from layernodes._megatron.support import check_block_kwargs
+from layernodes._megatron.support import check_block_kwargs, check_padding_mask
 from layernodes.errors import UnsupportedLayerError
 from layernodes.wgrad import Site
 
@@ -74,6 +77,7 @@ class GPTChunk:
                     f"batch has {name}; schedules are for training, leave it out", field=name, value=batch[name]
                 )
         check_block_kwargs(arguments.get("extra_block_kwargs"))
+        check_padding_mask(arguments.get("padding_mask"), (*self.decoder_layers, *self.mtp_layers))
         for name in _ARGUMENTS:
             if name not in _IGNORED:
                 setattr(state, name, arguments.get(name))
@@ -93,6 +97,14 @@ class GPTChunk:
             self.model.preprocess_for_fine_grained_offloading()
         if self.model.config.moe_paged_stash:
             self.model.preprocess_for_paged_stash()
+
+    def run_context(self) -> AbstractContextManager[Any]:
+        """The context around a whole run: that of delayed scaling, whose scales are updated when it is left."""
+        config = self.model.config
+        if config.fp8 and config.fp8_recipe == Fp8Recipe.delayed:
+            context: AbstractContextManager[Any] = get_fp8_context(config)
+            return context
+        return nullcontext()
 
     def pre_process(self, state: Any, hidden: Tensor | None) -> Tensor:
         """Embed, or take the previous part's hidden states; set up rotary inputs and masks. Returns ``[s, b, h]``."""
@@ -149,14 +161,11 @@ class GPTChunk:
         return output if self._float16 is None else float16_to_fp32(output)
 
     def sites(self, place: str) -> tuple[Site, ...]:
-        """Where ``pre_process`` or ``post_process`` holds parameters that other nodes use too."""
-        return self._shared.pre_process if place == "pre_process" else self._shared.post_process
-
-    def layer_sites(self, *, is_mtp: bool, is_first_slot: bool) -> tuple[Site, ...]:
-        """Where a slot of a layer holds parameters that other nodes use too."""
-        if not is_mtp:
-            return ()
-        return self._shared.mtp_all + (self._shared.mtp_first if is_first_slot else ())
+        """Where ``pre_process``, ``post_process`` or the first slot of an MTP layer uses parameters of the model's ends
+        that other nodes use too."""
+        if place == "pre_process":
+            return self._shared.pre_process
+        return self._shared.post_process if place == "post_process" else self._shared.mtp_first
 
     def exchange_groups(self) -> tuple[ProcessGroup, ...]:
         """The groups over which the chunk's MoE layers exchange tokens, each once."""

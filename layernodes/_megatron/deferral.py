@@ -13,24 +13,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 from torch import Tensor
 from torch.nn import Linear, Module
 
 from layernodes.wgrad import Site, WgradStore
 
-PARALLEL_LINEARS = (ColumnParallelLinear, RowParallelLinear)
+_LIBRARIES: Final = ("megatron", "torch", "transformer_engine")
+PARALLEL_LINEARS: Final = (ColumnParallelLinear, RowParallelLinear)
 
 
 def deferrable_sites(modules: Sequence[Module], excluded: frozenset[int] = frozenset()) -> tuple[Site, ...]:
-    """The weights under ``modules`` whose gradients can be deferred: those of linears, but the modules excluded by
-    id."""
+    """The weights under ``modules`` whose gradients can be deferred, but those of modules whose id is excluded.
+
+    Those of torch's and Megatron-Core's linears, and matrices that a module of the user's own class holds.
+    """
     found: dict[tuple[int, str], Site] = {}
     pending = [module for module in modules if id(module) not in excluded]
     while pending:
@@ -39,8 +43,19 @@ def deferrable_sites(modules: Sequence[Module], excluded: frozenset[int] = froze
             weight = module._parameters.get("weight")
             if weight is not None and weight.requires_grad and not getattr(module, "gtp_remat_size", 1) > 1:
                 found[id(module), "weight"] = Site(module, "weight", weight)
+        elif _is_users(type(module)):
+            for name, weight in module._parameters.items():
+                if weight is not None and weight.requires_grad and weight.dim() in (2, 3):
+                    found[id(module), name] = Site(module, name, weight)
         pending.extend(child for child in module.children() if id(child) not in excluded)
     return tuple(found.values())
+
+
+def _is_users(kind: type) -> bool:
+    """Whether a module class inherits its parameters from no library whose use of them we do not see."""
+    return all(
+        base in (Module, MegatronModule) or base.__module__.partition(".")[0] not in _LIBRARIES for base in kind.__mro__
+    )
 
 
 @contextmanager
@@ -60,7 +75,11 @@ def deferring_parallel_linears(sites: Sequence[Site], store: WgradStore) -> Iter
 
 def _forward(own: Callable[..., Tensor], store: WgradStore, input: Tensor, weight: Tensor, **arguments: Any) -> Tensor:
     """What a parallel linear calls for its product: ours for a deferred weight, its own for any other."""
-    unsupported = arguments.get("grad_output_buffer") is not None or arguments.get("gtp_remat_size", 1) > 1
+    unsupported = (
+        arguments.get("grad_output_buffer") is not None
+        or arguments.get("gtp_remat_size", 1) > 1
+        or hasattr(weight, "__fsdp_param__")
+    )
     autocast = torch.is_autocast_enabled(input.device.type)
     if unsupported or autocast or not store.defers(weight) or not torch.is_grad_enabled():
         return own(input=input, weight=weight, **arguments)
@@ -115,8 +134,9 @@ class _DeferredParallelLinear(torch.autograd.Function):
             shard = torch.empty_like(input)
             handle = parallel_layers.dist_reduce_scatter_func(shard, input_gradient, group=ctx.tp_group, async_op=True)
             input_gradient = shard
-        rows = gradient.contiguous().view(-1, gradient.shape[-1])
-        bias_gradient = rows.sum(dim=0) if ctx.has_bias else None
+        bias_gradient = None
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            bias_gradient = gradient.contiguous().view(-1, gradient.shape[-1]).sum(dim=0)
         ctx.store.park(
             ctx.held[0],
             partial(

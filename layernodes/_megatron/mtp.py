@@ -1,10 +1,9 @@
 """The ends of a multi-token-prediction layer, around the slots of its inner layer.
 
 Mirrors ``MultiTokenPredictionBlock.forward`` and ``MultiTokenPredictionLayer.forward`` of megatron-core 0.19. Between
-the layers of a block two tensors travel: the hidden states of the depths before, ``[depth * s, b, h]``, and those of
-the latest, ``[s, b, h]``, which stay a tensor of their own: the plain model adds the gradients of all its uses one by
-one, and so must the slot that uses it. The last layer returns all of them as one, ``[(1 + depth) * s, b, h]``, as the
-block does. No tensor reaches a layer by another way.
+the
+layers of a block the hidden states of all depths travel as one tensor, ``[(1 + depth) * s, b, h]``, which is what the
+block returns in the end: no tensor reaches a layer by another way.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer, get_mtp_layer_offset
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from layernodes._megatron.calls import ModuleCall
@@ -25,22 +25,31 @@ class MTPEntry(NamedTuple):
     """What entering an MTP layer gives.
 
     Attributes:
-        depths: the hidden states of the depths before, ``[depth * s, b, h]``; of the block's first layer, all of them.
-        latest: those of the latest depth where they are not among ``depths``.
-        hidden: what the layer makes of those of the latest depth, ``[s, b, h]``.
+        earlier: the hidden states of the depths before the latest, ``[depth * s, b, h]``; None for none.
+        latest: those of the latest depth, ``[s, b, h]``, to be handed on.
+        hidden: the same, for the layer to work on.
         decoder_input: the embeddings of the next tokens, ``[s, b, h]``.
         call: the layer's call in progress, where hooks listen.
     """
 
-    depths: Tensor
-    latest: Tensor | None
+    earlier: Tensor | None
+    latest: Tensor
     hidden: Tensor
     decoder_input: Tensor
     call: ModuleCall | None
 
 
-def enter(ctx: NodeContext, layer: MultiTokenPredictionLayer, depths: Tensor, latest: Tensor | None = None) -> MTPEntry:
-    """Roll the tokens, embed them and pick the hidden states of the depth before; arguments as in ``MTPEntry``."""
+def enter(ctx: NodeContext, layer: MultiTokenPredictionLayer, depths: Tensor) -> MTPEntry:
+    """Roll the tokens, embed them and pick the hidden states of the depth before.
+
+    What is handed on is the very tensor that the layer works on, so that its gradient from behind the layer is the
+    first of those that autograd adds up there, as in the plain block: (a + b) + c, not a + (b + c).
+
+    Args:
+        ctx: the microbatch.
+        layer: the MTP layer.
+        depths: the hidden states of all depths so far, ``[(1 + depth) * s, b, h]``.
+    """
     chunk: Any = ctx.chunk_state
     model = chunk.model
     progress = progress_of(chunk)
@@ -56,12 +65,16 @@ def enter(ctx: NodeContext, layer: MultiTokenPredictionLayer, depths: Tensor, la
             position_ids=chunk.position_ids,
             padding_mask=chunk.padding_mask,
         )
-        hidden = torch.chunk(depths, 1 + offset, dim=0)[offset]
-        if layer.config.mtp_detach_heads:
-            hidden = hidden.detach()
+        first = True
     else:
-        assert latest is not None
-        hidden = latest
+        first = False
+    size = depths.shape[0] // (1 + chain.depth)
+    *before, latest = torch.split(depths, [size * chain.depth, size] if chain.depth else [size])
+    if not first:  # the plain block's is a tensor of its own there, so that its uses add up at one node
+        latest = make_viewless_tensor(inp=latest, requires_grad=True, keep_graph=True)
+    hidden = latest
+    if first and layer.config.mtp_detach_heads:
+        hidden = hidden.detach()
     arguments = _layer_arguments(chunk, chain, hidden)
     call, arguments = ModuleCall.begin(layer, (), arguments)
     embedded = layer._get_embeddings(
@@ -74,7 +87,7 @@ def enter(ctx: NodeContext, layer: MultiTokenPredictionLayer, depths: Tensor, la
     )
     chain.input_ids, chain.position_ids, chain.padding_mask, decoder_input, hidden = embedded
     chain.depth += 1
-    return MTPEntry(depths, latest, hidden, decoder_input, call)
+    return MTPEntry(before[0] if before else None, latest, hidden, decoder_input, call)
 
 
 def join(layer: MultiTokenPredictionLayer, entry: MTPEntry) -> Tensor:
@@ -88,10 +101,10 @@ def leave(
     layer: MultiTokenPredictionLayer,
     call: ModuleCall | None,
     hidden: Tensor,
-    depths: Tensor,
-    latest: Tensor | None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Normalize the inner layer's output; it joins the depths before it after the block's last layer, which it ends."""
+    earlier: Tensor | None,
+    latest: Tensor,
+) -> Tensor:
+    """Normalize the inner layer's output and append it to the depths; ends the block after its last layer."""
     chunk: Any = ctx.chunk_state
     progress = progress_of(chunk)
     chain = progress.mtp
@@ -99,15 +112,12 @@ def leave(
     hidden = layer._postprocess(hidden)
     if call is not None:
         hidden = call.end((hidden, chain.input_ids, chain.position_ids, chain.padding_mask))[0]
-    if latest is not None:
-        depths = torch.cat([depths, latest], dim=0)
-    if not ctx.is_last_layer:
-        return depths, hidden
-    depths = torch.cat([depths, hidden], dim=0)
-    progress.mtp = None
-    if progress.mtp_call is not None:
-        depths = progress.mtp_call.end(depths)
-        progress.mtp_call = None
+    depths = torch.cat([latest, hidden] if earlier is None else [earlier, latest, hidden], dim=0)
+    if ctx.is_last_layer:
+        progress.mtp = None
+        if progress.mtp_call is not None:
+            depths = progress.mtp_call.end(depths)
+            progress.mtp_call = None
     return depths
 
 

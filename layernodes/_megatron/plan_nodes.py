@@ -22,7 +22,7 @@ from torch.autograd import Variable
 
 from layernodes._megatron.layer import begin_decoder, end_decoder
 from layernodes._megatron.shared_parameters import SharedParameters, StandIns, shared_gradients_of
-from layernodes._megatron.streams import current_device_stream
+from layernodes._megatron.streams import current_lane
 from layernodes.release import release_inputs
 from layernodes.wgrad import Site
 
@@ -31,6 +31,7 @@ class _Backward:
     """Backward of a Megatron-Core node, over those outputs that take part in it."""
 
     _stand_ins: StandIns | None = None
+    _deferred: frozenset[int] = frozenset()
 
     def default_backward_func(self, outputs: tuple[Any, ...], output_grad: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run autograd from ``outputs``; the gradients of the inputs and parameters accumulate."""
@@ -50,8 +51,9 @@ class _Backward:
                 accumulate_grad=True,
             )
         if self._stand_ins is not None:
-            self._stand_ins.collect()
-            self._stand_ins = None
+            self._stand_ins.collect(later=self._deferred)
+            if not self._deferred:
+                self._stand_ins = None
         return output_grad
 
     def _standing_in(self, chunk_state: Any, sites: tuple[Site, ...]) -> AbstractContextManager[StandIns | None]:
@@ -72,6 +74,16 @@ class ProvingLayerNode(_Backward, TransformerLayerNode):  # type: ignore[misc]
             if self.name == "pre_dispatch_computation":
                 self._sites += shared.mtp_first
 
+        if self.delay_wgrad_compute and self._sites:
+            self._deferred = frozenset(map(id, getattr(self.submodule, "wgrad_parameters", ())))
+
+    def backward_dw(self) -> None:
+        """Run the slot's weight-gradient hooks, then hand on what they contributed to shared parameters."""
+        super().backward_dw()
+        if self._stand_ins is not None:
+            self._stand_ins.collect()
+            self._stand_ins = None
+
     @staticmethod
     def _resolve_free_input(*_: Any) -> bool:
         return False  # never by name: see _forward
@@ -81,7 +93,7 @@ class ProvingLayerNode(_Backward, TransformerLayerNode):  # type: ignore[misc]
             output = super()._forward(*inputs)
         frees_input = getattr(self.submodule, "frees_input", None)
         if frees_input is not None and frees_input():
-            release_inputs(inputs, self.inputs, current_device_stream(inputs[0]))
+            release_inputs(inputs, self.inputs, current_lane(inputs[0]))
         return output
 
 

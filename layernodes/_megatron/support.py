@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from megatron.core.enums import Fp8Recipe
@@ -66,6 +67,24 @@ def check_block_kwargs(extra_block_kwargs: dict[str, Any] | None) -> None:
             field=f"extra_block_kwargs.{name}",
             value=unknown[name],
         )
+
+
+def check_padding_mask(padding_mask: Any, layers: Iterable[Any]) -> None:
+    """Raise UnsupportedLayerError for a padding mask that the plain layer's router cannot take either."""
+    if padding_mask is None:
+        return
+    for layer in layers:
+        inner = getattr(layer, "mtp_model_layer", layer)
+        router = getattr(getattr(inner, "mlp", None), "router", None)
+        if getattr(router, "enable_expert_bias", False):
+            raise UnsupportedLayerError(
+                "a router with expert bias cannot take a padding mask, the plain layer fails on it too (it "
+                "combines a map "
+                "of [tokens, experts] with a mask of [tokens]); leave padding_mask out, or switch "
+                "moe_router_enable_expert_bias off",
+                field="moe_router_enable_expert_bias",
+                value=True,
+            )
 
 
 def _check_moe_layer(layer: TransformerLayer) -> None:

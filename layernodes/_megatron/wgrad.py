@@ -96,10 +96,16 @@ def own_deferred_parameters(parts: LayerParts, modules: Sequence[Module]) -> tup
         parameter
         for module in modules
         for part in module.modules()
-        if type(part).__module__.startswith(_TRANSFORMER_ENGINE) and hasattr(part, "backward_dw")
+        if hasattr(part, "backward_dw") and _is_transformer_engine(type(part))
         for name, parameter in part._parameters.items()
-        if name.startswith("weight") and parameter is not None and parameter.requires_grad
+        if parameter is not None
+        and parameter.requires_grad
+        and (name.startswith("weight") or getattr(parameter, "skip_backward_post_hook", False))
     )
+
+
+def _is_transformer_engine(kind: type) -> bool:
+    return any(base.__module__.startswith(_TRANSFORMER_ENGINE) for base in kind.__mro__)
 
 
 def delays_wgrads(layer: Any) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 from torch import Tensor
+from torch.nn import Module
 
 from layernodes._megatron.freeing import combine_uses_input
 from layernodes._megatron.layer import LayerPass
+from layernodes._megatron.slot_parts import slot_modules
 from layernodes._megatron.wgrad import latent_hook
 from layernodes.nodes.base import WgradHook
 from layernodes.nodes.layer_node import LayerNode
@@ -83,6 +85,13 @@ class CombineExchangeNode(CombineNode):
         output = self._parts.combine(layer_pass, output)
         self.put(ctx, "pass_to_post_combine", layer_pass)
         return output
+
+    def modules(self) -> tuple[Module, ...]:
+        elsewhere = slot_modules(self._parts, Slot.POST_COMBINE)
+        return tuple(module for module in super().modules() if module not in elsewhere)
+
+    def touches_rng(self) -> bool:
+        return False
 
     def wgrad_hook(self) -> WgradHook | None:
         return None

@@ -10,7 +10,7 @@ from layernodes._megatron.freeing import reasons_to_copy
 from layernodes._megatron.layer import LayerParts
 from layernodes._megatron.slot_parts import slot_modules, slot_touches_rng
 from layernodes._megatron.support import check_layer
-from layernodes._megatron.wgrad import deferrable_modules, own_deferred_parameters
+from layernodes._megatron.wgrad import ModulesHook, deferrable_modules, own_deferred_parameters
 from layernodes.nodes.base import ScheduleNode
 from layernodes.slots import Slot
 
@@ -34,12 +34,17 @@ class LayerNode(ScheduleNode):
         self._parts = LayerParts(layer)
 
     def modules(self) -> tuple[Module, ...]:
-        return slot_modules(self._parts, Slot(str(self.slot)))
+        own = set(self._parts.layer.modules())
+        added = tuple(module for module in super().modules() if module not in own)
+        return slot_modules(self._parts, Slot(str(self.slot))) + added
 
     def deferred_parameters(self) -> tuple[Parameter, ...]:
         return deferrable_modules(self._parts, self.modules())
 
     def own_deferred_parameters(self) -> tuple[Parameter, ...]:
+        hook = self.wgrad_hook()
+        if hook is not None and not isinstance(hook, ModulesHook):
+            return tuple(hook.parameters())  # a user's
         return own_deferred_parameters(self._parts, self.modules())
 
     def touches_rng(self) -> bool:

@@ -18,14 +18,13 @@ if TYPE_CHECKING:
 
 
 class MTPPostNode(LayerNode):
-    """The MTP layer's own norm; its output joins the depths before. Absent outside MTP.
+    """The MTP layer's own norm; appends its output to the depths before. Absent outside MTP.
 
     ======= =====================================================================================================
     slot    ``mtp_post_process``
     stream  compute
     input   the inner layer's output ``[s, b, h]``
-    output  the hidden states of the depths before ``[depth * s, b, h]`` and its own ``[s, b, h]``; after the last layer
-            all in one, ``[(1 + depth) * s, b, h]``
+    output  the hidden states of all depths so far, ``[(1 + depth) * s, b, h]``
     reads   ``mtp_depths``, ``mtp_latest``, ``mtp_call``
     frees   nothing
     wgrad   nothing
@@ -37,8 +36,8 @@ class MTPPostNode(LayerNode):
     slot = Slot.MTP_POST_PROCESS
     stream = StreamType.COMPUTE
     reads: ClassVar[HandoffMap] = {
-        "mtp_depths": Tensor,
-        "mtp_latest": Tensor | None,
+        "mtp_depths": Tensor | None,
+        "mtp_latest": Tensor,
         "mtp_call": ModuleCall | None,
     }
 
@@ -57,8 +56,8 @@ class MTPPostNode(LayerNode):
         depths = self.take(ctx, "mtp_depths")
         latest = self.take(ctx, "mtp_latest")
         call = self.take(ctx, "mtp_call")
-        assert isinstance(depths, Tensor)
-        assert isinstance(latest, Tensor | None)
+        assert isinstance(depths, Tensor | None)
+        assert isinstance(latest, Tensor)
         assert isinstance(call, ModuleCall | None)
         assert self._parts.mtp is not None
         return leave(ctx, self._parts.mtp, call, hidden, depths, latest)

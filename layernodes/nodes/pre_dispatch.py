@@ -30,8 +30,7 @@ class PreDispatchNode(LayerNode):
     ======= =====================================================================================================
     slot    ``pre_dispatch_computation``
     stream  compute
-    input   hidden states ``[s, b, h]``; under MTP, after the first layer, those of the depths before
-            ``[depth * s, b, h]`` too
+    input   hidden states ``[s, b, h]``; under MTP those of all depths so far, ``[(1 + depth) * s, b, h]``
     output  tokens ``[tokens, h]`` and probs, as the dispatcher wants them; of a dense layer, hidden states
     writes  ``residual``, ``shared_expert_output``, ``pass_to_dispatch``; of a dense layer ``pass_to_mlp``; under MTP
             ``mtp_depths``, ``mtp_latest`` and ``mtp_call`` too
@@ -49,8 +48,8 @@ class PreDispatchNode(LayerNode):
         "shared_expert_output": Tensor | None,
         "pass_to_dispatch": LayerPass,
         "pass_to_mlp": LayerPass,
-        "mtp_depths": Tensor,
-        "mtp_latest": Tensor | None,
+        "mtp_depths": Tensor | None,
+        "mtp_latest": Tensor,
         "mtp_call": ModuleCall | None,
     }
 
@@ -60,16 +59,16 @@ class PreDispatchNode(LayerNode):
         self._narrow(absent if self._parts.mtp is not None else absent | _MTP_ONLY)
 
     def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        (hidden,) = inputs
         parts = self._parts
         mtp = parts.mtp
         if mtp is not None:
-            entry = enter(ctx, mtp, *inputs)
-            self.put(ctx, "mtp_depths", entry.depths)
+            entry = enter(ctx, mtp, hidden)
+            self.put(ctx, "mtp_depths", entry.earlier)
             self.put(ctx, "mtp_latest", entry.latest)
             self.put(ctx, "mtp_call", entry.call)
             with parts.rng():
                 return self._run_layer(ctx, join(mtp, entry))
-        (hidden,) = inputs
         if ctx.is_first_layer:
             hidden = begin_decoder(ctx.chunk_state, hidden)
         with parts.rng():
