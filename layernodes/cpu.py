@@ -164,6 +164,7 @@ def _patches(host: CpuHost) -> Iterator[Patch]:
     yield from _generator_patches()
     yield from _recompute_patches()
     yield from _moe_patches()
+    yield from _optimizer_patches()
 
 
 def _stream_patches() -> Iterator[Patch]:
@@ -239,6 +240,11 @@ def _moe_patches() -> Iterator[Patch]:
     if not moe_layer.HAVE_TE:
         yield Patch(target=moe_layer, name="HAVE_TE", replacement=True)
         yield Patch(target=moe_layer, name="TELinear", replacement=HostLinear)
+
+
+def _optimizer_patches() -> Iterator[Patch]:
+    """Megatron-Core's optimizers tell parameters apart by names such as ``torch.cuda.FloatTensor``."""
+    yield Patch(target=Tensor, name="type", replacement=device.device_type(Tensor.type))
 
 
 class HostLinear(torch.nn.Module):

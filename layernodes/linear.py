@@ -1,9 +1,8 @@
 """Products of torch whose weight gradient is deferred.
 
-``deferring_products`` intercepts, in a node's forward, the products of a deferred weight: ``F.linear(x, w)``, ``x @
-w``,
-``x @ w.t()`` and the other functions of ``_PRODUCTS``. Their results and gradients are those of plain autograd bit for
-bit, by one of two ways:
+``deferring_products`` intercepts, in a node's forward, the products of a deferred weight: ``F.linear(x, w)``,
+``x @ w``, ``x @ w.t()`` and the others of ``_PRODUCTS``. Results and gradients are those of plain autograd bit for bit,
+by one of two ways:
 
     usual      2-d weight, contiguous 2-d or 3-d input of a linear or matmul: a function of ours whose backward
                multiplies what autograd's own would, in the same order

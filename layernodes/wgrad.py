@@ -101,7 +101,9 @@ class _Deferred:
         arrived: list[int] = []
         self._parked = parked
         self._arrived = arrived  # how many had been parked when the contributions of other operations were there
-        stand_in.register_post_accumulate_grad_hook(lambda _: arrived.append(len(parked)))  # type: ignore[no-untyped-call]
+        stand_in.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            lambda _: arrived.append(len(parked))
+        )
 
     def park(self, compute: Compute) -> None:
         self._parked.append(compute)

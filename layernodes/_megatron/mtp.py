@@ -1,9 +1,8 @@
 """The ends of a multi-token-prediction layer, around the slots of its inner layer.
 
 Mirrors ``MultiTokenPredictionBlock.forward`` and ``MultiTokenPredictionLayer.forward`` of megatron-core 0.19. Between
-the
-layers of a block the hidden states of all depths travel as one tensor, ``[(1 + depth) * s, b, h]``, which is what the
-block returns in the end: no tensor reaches a layer by another way.
+the layers of a block the hidden states of all depths travel as one tensor, ``[(1 + depth) * s, b, h]``, which is what
+the block returns in the end: no tensor reaches a layer by another way.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from layernodes._megatron.calls import ModuleCall
 from layernodes._megatron.chunk_state import MTPChain, progress_of
-from layernodes._megatron.layer import end_decoder
+from layernodes._megatron.decoder import end_decoder
 from layernodes.state import NodeContext
 
 

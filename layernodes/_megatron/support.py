@@ -57,6 +57,19 @@ def check_layer(layer: Any) -> None:
         _check_moe_layer(layer)
 
 
+def notes_on(layer: Any) -> tuple[str, ...]:
+    """What the split path does otherwise than the plain layer without changing a number."""
+    inner = getattr(layer, "mtp_model_layer", layer)
+    config = inner.config
+    if config.recompute_granularity == "full":
+        return ("full recompute is not done: a layer's slots keep what their backward needs",)
+    if isinstance(inner.mlp, MoELayer) and inner.mlp.moe_layer_recompute:
+        return (
+            "recompute of 'moe' is not done: it would exchange tokens again; recompute 'moe_act', 'layernorm' instead",
+        )
+    return ()
+
+
 def check_block_kwargs(extra_block_kwargs: dict[str, Any] | None) -> None:
     """Raise UnsupportedLayerError for arguments to the decoder that its layers would not be given."""
     unknown = {name: value for name, value in (extra_block_kwargs or {}).items() if value is not None}

@@ -9,7 +9,6 @@ from torch.nn import Module
 
 from layernodes._megatron.freeing import combine_uses_input
 from layernodes._megatron.layer import LayerPass
-from layernodes._megatron.slot_parts import slot_modules
 from layernodes._megatron.wgrad import latent_hook
 from layernodes.nodes.base import WgradHook
 from layernodes.nodes.layer_node import LayerNode
@@ -87,8 +86,7 @@ class CombineExchangeNode(CombineNode):
         return output
 
     def modules(self) -> tuple[Module, ...]:
-        elsewhere = slot_modules(self._parts, Slot.POST_COMBINE)
-        return tuple(module for module in super().modules() if module not in elsewhere)
+        return self._own_modules()
 
     def touches_rng(self) -> bool:
         return False

@@ -34,9 +34,12 @@ class LayerNode(ScheduleNode):
         self._parts = LayerParts(layer)
 
     def modules(self) -> tuple[Module, ...]:
-        own = set(self._parts.layer.modules())
-        added = tuple(module for module in super().modules() if module not in own)
-        return slot_modules(self._parts, Slot(str(self.slot))) + added
+        return (*slot_modules(self._parts, Slot(str(self.slot))), *self._own_modules())
+
+    def _own_modules(self) -> tuple[Module, ...]:
+        """Modules that a subclass holds, beside the layer's."""
+        of_layer = set((self._parts.mtp or self._parts.layer).modules())
+        return tuple(module for module in super().modules() if module not in of_layer)
 
     def deferred_parameters(self) -> tuple[Parameter, ...]:
         return deferrable_modules(self._parts, self.modules())

@@ -173,6 +173,11 @@ class ChunkPlan:
         """The process groups over which the chunk exchanges tokens."""
         return () if self._chunk is None else self._chunk.exchange_groups()
 
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether the chunk's ends communicate too, with the ranks that share their parameters."""
+        return self._chunk is not None and self._chunk.is_tensor_parallel
+
     def __repr__(self) -> str:
         return f"ChunkPlan({self.shape})"
 

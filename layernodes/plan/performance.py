@@ -47,7 +47,7 @@ class Performance:
     def perform(self, op: Op, lane: Lane | None) -> None:
         """Run one step or call; whatever it raises surfaces as StepError."""
         try:
-            if self.pending is not None and op.lane == 1:
+            if self.pending is not None and op.communicates:
                 self.pending.wait()
             if profiler._is_profiler_enabled:  # on any thread; that of the thread itself may be unaware
                 with profiler.record_function(op.text):

@@ -60,6 +60,7 @@ class Op:
         index: its index within its lane.
         waits_for: index, within the other lane, of the last step that must be done before it; ``NONE`` for none.
         is_awaited: whether a step of the other lane waits for this one or a later one before the next awaited.
+        communicates: whether it may issue collectives.
         ends_forward, begins_backward, ends_backward: first or last step of a microbatch's pass.
     """
 
@@ -73,6 +74,7 @@ class Op:
     index: int
     waits_for: int
     is_awaited: bool
+    communicates: bool
     ends_forward: bool
     begins_backward: bool
     ends_backward: bool
@@ -141,6 +143,7 @@ def compile_steps(
                 index=index_in_lane[position],
                 waits_for=waits[position],
                 is_awaited=(draft.lane, index_in_lane[position]) in awaited,
+                communicates=step is None or _communicates(chunks[step.microbatch], step),
                 ends_forward=key[1] is Phase.F and last[key] == position,
                 begins_backward=key[1] is Phase.B and first[key] == position,
                 ends_backward=key[1] is Phase.B and last[key] == position,
@@ -222,6 +225,10 @@ def _phase(draft: _Draft) -> Phase | None:
 
 def _is_end(draft: _Draft, slot: str) -> bool:
     return draft.step is not None and draft.step.layer is None and draft.step.slot == slot
+
+
+def _communicates(chunk: ChunkPlan | None, step: Step) -> bool:
+    return step.layer is not None or (chunk is not None and chunk.is_tensor_parallel)
 
 
 def _ends(drafts: Sequence[_Draft]) -> tuple[dict[tuple[int, Phase], int], dict[tuple[int, Phase], int]]:

@@ -10,7 +10,7 @@ take outputs and gradients, close the runs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,6 +20,7 @@ from typing import Any, Self, final
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from layernodes.errors import NodeStateError, ScheduleError
 from layernodes.plan.chunk_plan import ChunkPlan
@@ -132,14 +133,19 @@ class Runner:
             RankMismatchError: another rank of an expert-parallel group holds another schedule.
             StepError: a step raised; names it. Gradients accumulated until then stay.
         """
-        if loss_grads is not None and len(loss_grads) != len(batches):
-            raise ScheduleError(f"{len(loss_grads)} loss_grads for {len(batches)} batches; give one for each")
+        self._check_open()
         trains = any(step.phase is not Phase.F for step in schedule)
-        compiled = self._compile_schedule(schedule, chunk, len(batches), Mode.TRAIN if trains else Mode.FORWARD)
         with torch.set_grad_enabled(trains):
-            runs = [chunk.open(batch) for batch in batches]
             try:
-                spans = self._perform(compiled, runs, chunk, loss_grads)
+                _check_loss_grads(loss_grads, batches)
+                compiled = self._compile_schedule(schedule, chunk, len(batches), Mode.TRAIN if trains else Mode.FORWARD)
+                runs = [chunk.open(batch) for batch in batches]
+            except Exception:
+                self._ranks.withdraw(chunk.exchange_groups())
+                raise
+            try:
+                with chunk.run_context():
+                    spans = self._perform(compiled, runs, chunk.exchange_groups(), loss_grads)
                 _check_drained(runs)
                 return RunResult(
                     outputs=tuple(run.output for run in runs),
@@ -173,12 +179,20 @@ class Runner:
         Raises:
             ScheduleError, RankMismatchError, StepError: as ``run``.
         """
+        self._check_open()
         chunks = (None if forward is None else forward.plan, None if backward is None else backward.plan)
-        compiled = self._compile_pair(schedule, *chunks, frozenset(calls or ()))
+        groups = _groups_of(chunks)
+        try:
+            compiled = self._compile_pair(schedule, *chunks, frozenset(calls or ()))
+        except Exception:
+            self._ranks.withdraw(groups)
+            raise
+        present = chunks[0] or chunks[1]
         runs = [forward, backward]
         grads = [None, loss_grad]
         try:
-            spans = self._perform(compiled, runs, chunks[0] or chunks[1], grads, calls)
+            with nullcontext() if present is None else present.run_context():
+                spans = self._perform(compiled, runs, groups, grads, calls)
             _check_drained([backward])
             return _timeline(compiled.program, spans)
         except BaseException:
@@ -190,17 +204,18 @@ class Runner:
             if backward is not None:
                 backward.discard()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise NodeStateError("this Runner is closed; make another one")
+
     def _perform(
         self,
         compiled: _Compiled,
         runs: Sequence[ChunkRun | None],
-        chunk: ChunkPlan | None,
+        groups: Sequence[ProcessGroup],
         loss_grads: Sequence[Any] | None,
         calls: Mapping[Call, Callable[[], None]] | None = None,
     ) -> Spans:
-        if self._closed:
-            raise NodeStateError("this Runner is closed; make another one")
-        groups = () if chunk is None else chunk.exchange_groups()
         pending = self._ranks.issue(groups, compiled.fingerprint) if groups else None
         generators = StepGenerators() if self._rng is RngMode.PER_STEP else None
         performance = Performance(
@@ -213,8 +228,7 @@ class Runner:
             after_step=self._after_step,
         )
         try:
-            with nullcontext() if chunk is None else chunk.run_context():
-                spans = self._streams.run(compiled.program.ops, performance.perform)
+            spans = self._streams.run(compiled.program.ops, performance.perform)
         finally:
             if generators is not None:
                 generators.leave()
@@ -279,6 +293,16 @@ def _check_drained(runs: Sequence[ChunkRun | None]) -> None:
     ]
     if pending:
         raise NodeStateError(f"the run ended with weight gradients that no W step computed: {'. '.join(pending)}")
+
+
+def _check_loss_grads(loss_grads: Sequence[Any] | None, batches: Sequence[Any]) -> None:
+    if loss_grads is not None and len(loss_grads) != len(batches):
+        raise ScheduleError(f"{len(loss_grads)} loss_grads for {len(batches)} batches; give one for each")
+
+
+def _groups_of(chunks: Iterable[ChunkPlan | None]) -> list[ProcessGroup]:
+    groups = [group for chunk in chunks if chunk is not None for group in chunk.exchange_groups()]
+    return list({id(group): group for group in groups}.values())
 
 
 def _make_streams(kind: StreamKind) -> Streams[Op]:

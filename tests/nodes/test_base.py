@@ -310,7 +310,7 @@ class TestUndeclaredTensors:
         nodes = {P: _node("First", P, leave), M: _node("Second", M, lambda node, ctx, x: x + ctx.layer_state.wide)}
         plan = LayerPlan.build(nn.Linear(2, 2), nodes=nodes)
         for _ in range(2):
-            with pytest.raises(NodeStateError, match="Second.forward used a tensor"):
+            with pytest.raises(NodeStateError, match=r"Second.forward used a tensor"):
                 SlotRun(plan).forward(torch.ones(2, requires_grad=True) * 1.0)
 
     def test_a_parameter_and_a_constant_are_no_trouble(self) -> None:
@@ -383,8 +383,7 @@ class TestCases:
         assert buffer.grad is None  # the caller's buffer takes no part in the node's graph
 
     def test_unused_and_integer_outputs(self) -> None:
-        """A float output, an integer map and a float output that nobody uses: backward works, the unused one gets
-        none."""
+        """A float output, an integer map and an unused float output: backward works, the unused one gets none."""
 
         def three(node: Any, ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return x * 2, torch.tensor([1, 0]), x * 7
