@@ -132,6 +132,17 @@ class _Mark(NamedTuple):
         """Whether this step cannot start before ``earlier`` is done."""
         return self.clock[earlier.op.lane] > earlier.op.index
 
+    def may_read(self, maker: _Mark, declared: set[tuple[int, int]]) -> bool:
+        """Whether this step has been handed what ``maker`` made, or made it itself.
+
+        What one backward recomputes for another of its layer goes through autograd's own graph.
+        """
+        if maker.key == self.key or self.key in declared:
+            return True
+        mine, other = self.op.step, maker.op.step
+        same_layer = (mine.microbatch, mine.layer) == (other.microbatch, other.layer)
+        return same_layer and mine.phase is not Phase.F and other.phase is not Phase.F
+
 
 class _Storage:
     """What is known of one storage."""
@@ -274,8 +285,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise self._error(
                     "order", storage, other, f"{verb} what {{other}} {did} on the other stream, without waiting for it"
                 )
-        is_foreign = storage.maker is not None and storage.maker.key != mark.key
-        if is_foreign and not writes and mark.key not in storage.declared:
+        if storage.maker is not None and not writes and not mark.may_read(storage.maker, storage.declared):
             raise self._error(
                 "undeclared",
                 storage,
