@@ -132,6 +132,10 @@ class _Deferred:
             deliver(self.parameter, total)
 
 
+def _saved_tensor_hooks() -> object:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
 @final
 class WgradStore:
     """The weight gradients that one node deferred in one microbatch.
@@ -140,9 +144,10 @@ class WgradStore:
     ``detach()``, and ``anchor`` in its forward, and calls ``park`` in its backward.
     """
 
-    __slots__ = ("_anchor", "_deferred", "_waiting")
+    __slots__ = ("_anchor", "_deferred", "_outer_hooks", "_waiting")
 
     def __init__(self) -> None:
+        self._outer_hooks = _saved_tensor_hooks()
         self._deferred: dict[int, _Deferred] = {}  # by id of the stand-in
         self._waiting: dict[int, _Deferred] = {}  # those of which something is parked, in order of the first
         self._anchor: Tensor | None = None
@@ -157,6 +162,21 @@ class WgradStore:
     def defers(self, weight: Tensor | None) -> bool:
         """Whether ``weight``, as the node's module holds it now, is one whose gradient this store defers."""
         return weight is not None and id(weight) in self._deferred
+
+    def can_defer(self, weight: Tensor | None) -> bool:
+        """Whether a product of ``weight`` may be deferred here and now.
+
+        Not without recording, nor under autocast, whose casts take part in the sum of a weight's gradients, nor inside
+        an activation checkpoint, which records its forward a second time: the stand-in then gets the gradient in
+        backward.
+        """
+        return (
+            weight is not None
+            and id(weight) in self._deferred
+            and torch.is_grad_enabled()
+            and not torch.is_autocast_enabled(weight.device.type)
+            and _saved_tensor_hooks() == self._outer_hooks
+        )
 
     def park(self, weight: Tensor, compute: Compute) -> None:
         """Defer a gradient of ``weight``; ``compute`` returns it, of the weight's shape, when the store is drained.

@@ -103,7 +103,9 @@ def test_every_form_layout_and_dtype_equals_plain_autograd(
     ours, theirs = _module(shape, seed, dtype, layouts[1]), _module(shape, seed, dtype, layouts[1])
     expected = plain(lambda x: forward(theirs, x), batches, grads)
     chunk = plan_of(ours, forward=forward)
-    found = run(schedules.deferred(schedules.serial(chunk.shape, 2), chunk.shape, "end"), chunk, batches, loss_grads=grads)
+    found = run(
+        schedules.deferred(schedules.serial(chunk.shape, 2), chunk.shape, "end"), chunk, batches, loss_grads=grads
+    )
     assert _same(gradients(theirs), gradients(ours))
     assert _same(dict(enumerate(expected)), dict(enumerate(found.input_grads)))  # type: ignore[arg-type]
 
