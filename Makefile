@@ -13,14 +13,15 @@ demo:  ## A real MoE model through the nodes, compared with the plain one
 
 test:  ## The test suite
 	@sh scripts/bootstrap.sh test
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 full:  ## The test suite with the whole matrix, long property runs and time bars
 	@sh scripts/bootstrap.sh test
-	LAYERNODES_FULL=1 $(BIN)/python -m pytest -m ""
+	OMP_NUM_THREADS=1 LAYERNODES_FULL=1 $(BIN)/python -m pytest -m ""
 
-soak:  ## The whole matrix of configurations, verdict by verdict
+soak:  ## 10,000 random schedules of random configurations, then the whole matrix of configurations
 	@sh scripts/bootstrap.sh test
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.support.soak
 	$(BIN)/python -W ignore -m tests.support.matrix
 
 lint:  ## ruff and mypy

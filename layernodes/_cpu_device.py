@@ -119,6 +119,17 @@ def itself(tensor: Tensor, *_: object, **__: object) -> Tensor:
     return tensor
 
 
+def device_type(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``Tensor.type`` so that the name of a CPU tensor's type is that of a CUDA tensor's."""
+
+    @functools.wraps(own)
+    def type_of(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = own(tensor, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+
+    return type_of
+
+
 def on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap a torch factory so that a CUDA ``device=`` means the CPU."""
 

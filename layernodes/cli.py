@@ -13,10 +13,13 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Final, NoReturn
 
 from layernodes.command import Command, UsageError
+from layernodes.commands.check import CHECK
+from layernodes.commands.run import RUN
+from layernodes.commands.show import SHOW
 from layernodes.demo.command import DEMO
 from layernodes.errors import LayerNodesError
 
-COMMANDS: Final[tuple[Command, ...]] = (DEMO,)
+COMMANDS: Final[tuple[Command, ...]] = (DEMO, RUN, CHECK, SHOW)
 """All subcommands, in the order of the help."""
 
 

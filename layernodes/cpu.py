@@ -14,7 +14,6 @@ The table (``_patches``) is the whole of it: one row a name, grouped by the reas
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -27,11 +26,9 @@ from torch import Tensor
 
 from layernodes import _cpu_device as device
 from layernodes.errors import NodeStateError
+from layernodes.quiet import quiet_import
 
-with warnings.catch_warnings():
-    # Megatron-Core warns on import for each optional package that is missing (Transformer Engine, Apex, absl); on a
-    # CPU they always are, and a program that turns warnings into errors could not import it.
-    warnings.simplefilter("ignore")
+with quiet_import():
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_layer, moe_utils, shared_experts, token_dispatcher
 
@@ -167,6 +164,7 @@ def _patches(host: CpuHost) -> Iterator[Patch]:
     yield from _generator_patches()
     yield from _recompute_patches()
     yield from _moe_patches()
+    yield from _optimizer_patches()
 
 
 def _stream_patches() -> Iterator[Patch]:
@@ -242,6 +240,11 @@ def _moe_patches() -> Iterator[Patch]:
     if not moe_layer.HAVE_TE:
         yield Patch(target=moe_layer, name="HAVE_TE", replacement=True)
         yield Patch(target=moe_layer, name="TELinear", replacement=HostLinear)
+
+
+def _optimizer_patches() -> Iterator[Patch]:
+    """Megatron-Core's optimizers tell parameters apart by names such as ``torch.cuda.FloatTensor``."""
+    yield Patch(target=Tensor, name="type", replacement=device.device_type(Tensor.type))
 
 
 class HostLinear(torch.nn.Module):

@@ -13,6 +13,7 @@ from layernodes._megatron.wgrad import delays_wgrads
 from layernodes.errors import NodeStateError, UnsupportedLayerError
 from layernodes.plan.describe import wgrad_names
 from layernodes.plan.layer_plan import ForwardFuncs, LayerPlan, WgradMode
+from layernodes.training import schedule
 from layernodes.wgrad import StoreHook
 
 if TYPE_CHECKING:
@@ -201,4 +202,5 @@ __all__ = [
     "build_transformer_layer_callables",
     "get_layer_moe_metadata",
     "install",
+    "schedule",
 ]

@@ -24,7 +24,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from layernodes.lane import Lane, empty_storage
+
 _LOOKING: Final = 1  # the handle through which a storage's holders are counted
+
+
+# How many references looking at an item of a sequence adds; it differs between versions of Python.
+_LONE: Final = [object()]
+_LOOKING_AT_ITEM: Final = sys.getrefcount(_LONE[0]) - 1
 
 
 def num_storage_holders(tensor: Tensor) -> int:
@@ -47,29 +54,33 @@ def may_release(outer: Tensor, inner: Tensor) -> bool:
     """Whether the storage shared by ``outer`` (an output) and ``inner`` (its detached copy) has no other user.
 
     Call it after the forward that consumed ``inner``, while both are alive. What it cannot see is a further reference
-    of
-    Python to the very objects ``outer`` and ``inner``; ``release_inputs`` sees those to ``inner``.
+    of Python to the very objects ``outer`` and ``inner``; ``release_inputs`` sees those to ``inner``.
     """
     if outer.data_ptr() != inner.data_ptr():
         return False
     most = 2 if inner.requires_grad else 1  # an input that the slot did not use has no accumulation node
-    return num_storage_holders(outer) == 2 and num_tensor_holders(outer) == 1 and num_tensor_holders(inner) <= most
+    return bool(
+        outer._use_count() == 1  # type: ignore[attr-defined]
+        and inner._use_count() <= most  # type: ignore[attr-defined]
+        and num_storage_holders(outer) == 2
+    )
 
 
-def release_inputs(outers: Sequence[object], inners: Sequence[object], stream: torch.Stream | None = None) -> int:
+def release_inputs(outers: Sequence[object], inners: Sequence[object], lane: Lane | None = None) -> int:
     """Empty the storage of each input of a slot where that is proved safe; tells how many were emptied.
 
     Args:
         outers: the outputs of the slot before. Whoever else refers to these objects must expect them to be emptied.
         inners: the slot's detached inputs, which share their storages; the only sequence that holds them.
-        stream: the accelerator stream that may still be reading the inputs; None on a CPU.
+        lane: the lane whose work may still be reading the inputs; None on a CPU.
     """
     num_released = 0
     for i, outer in enumerate(outers):
         if isinstance(outer, Tensor) and _may_release_input(outer, inners, i):
-            if stream is not None:
-                outer.record_stream(stream)
-            outer.untyped_storage().resize_(0)
+            if lane is None:
+                empty_storage(outer)
+            else:
+                lane.releases(outer)
             num_released += 1
     return num_released
 
@@ -78,15 +89,9 @@ def _may_release_input(outer: Tensor, inners: Sequence[object], i: int) -> bool:
     inner = inners[i]
     if not isinstance(inner, Tensor) or not may_release(outer, inner):
         return False
-    expected = _references_of_leaf() if num_tensor_holders(inner) > 1 else 1
+    expected = _references_of_leaf() if inner._use_count() > 1 else 1  # type: ignore[attr-defined]
     del inner  # one reference fewer to account for
-    return _num_references(inners, i) == expected
-
-
-def _num_references(items: Sequence[object], i: int) -> int:
-    """How many references Python counts to ``items[i]``, that of ``items`` included."""
-    lone = [object()]  # how much looking itself adds differs between versions of Python
-    return sys.getrefcount(items[i]) - sys.getrefcount(lone[0]) + 1
+    return sys.getrefcount(inners[i]) - _LOOKING_AT_ITEM == expected
 
 
 @functools.cache
@@ -98,6 +103,6 @@ def _references_of_leaf() -> int:
     with torch.enable_grad():
         leaf = [torch.empty(0, requires_grad=True)]
         edge = get_gradient_edge(leaf[0])
-    references = _num_references(leaf, 0)
+    references = sys.getrefcount(leaf[0]) - _LOOKING_AT_ITEM
     del edge
     return references

@@ -100,11 +100,11 @@ _KEEPING: dict[str, Callable[[Tensor], object]] = {
     "identity": lambda inner: inner,
     "chunk": lambda inner: inner.chunk(2),
     "detached": lambda inner: inner.detach(),
-    "closure": lambda inner: inner.sum,
+    "closure": lambda inner: lambda: inner.sum(),
     "remembered": lambda inner: {"latest": inner},
-    "attribute": _KeepsAsAttribute.apply,
-    "saved": _Saves.apply,
-    "gelu": torch.nn.functional.gelu,
+    "attribute": lambda inner: _KeepsAsAttribute.apply(inner),
+    "saved": lambda inner: _Saves.apply(inner),
+    "gelu": lambda inner: torch.nn.functional.gelu(inner),
 }
 
 

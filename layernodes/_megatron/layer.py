@@ -27,12 +27,11 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.typed_torch import apply_module
-from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from layernodes._megatron.calls import ModuleCall
-from layernodes._megatron.chunk_state import progress_of
+from layernodes._megatron.decoder import end_decoder, layer_arguments
+from layernodes._megatron.overlapped_experts import run_overlapped_shared_experts
 from layernodes._megatron.private import adopt, private_layer, private_moe, seal
 from layernodes._megatron.streams import current_device_stream
 from layernodes.state import NodeContext
@@ -100,7 +99,7 @@ class LayerParts:
 
     def attend(self, ctx: NodeContext, hidden: Tensor) -> tuple[LayerPass, Tensor]:
         """Begin a pass and run it up to the residual after attention, ``[s, b, h]``."""
-        arguments = _layer_arguments(ctx, hidden)
+        arguments = layer_arguments(ctx, hidden)
         call, arguments = ModuleCall.begin(self.layer, (), arguments)
         layer_pass = LayerPass(
             layer=private_layer(self.layer),
@@ -220,7 +219,7 @@ class LayerParts:
         probs, routing_map = moe.route(normed, mask)
         tokens, probs = moe.preprocess(normed, probs, routing_map)
         if moe.shared_expert_overlap:
-            shared_output = _run_overlapped_shared_experts(moe, tokens)
+            shared_output = run_overlapped_shared_experts(moe, tokens)
         seal(moe, self.moe)
         layer_pass.moes.append(moe)
         layer_pass.moe_calls.append(call)
@@ -286,7 +285,7 @@ class LayerParts:
 
     def _replay(self, ctx: NodeContext, hidden: Tensor) -> tuple[LayerPass, Routed]:
         """Replay the layer's CUDA graphs up to dispatch, as ``submodule_pre_dispatch_forward`` does."""
-        arguments = _layer_arguments(ctx, hidden)
+        arguments = layer_arguments(ctx, hidden)
         self.layer.set_te_cuda_graph_backward_dw_wrapper()
         layer_pass = LayerPass(layer=private_layer(self.layer), padding_mask=arguments["padding_mask"])
         if self.moe is not None:
@@ -320,78 +319,6 @@ _GRAPH_ARGUMENTS = (
 )
 
 
-def begin_decoder(chunk: Any, hidden: Tensor) -> Tensor:
-    """Begin the decoder's call, for its hooks; done by its first layer, or by pre-process where it has none."""
-    model = getattr(chunk, "model", None)
-    if model is None:
-        return hidden
-    arguments = {
-        "hidden_states": hidden if model.pre_process else None,  # else the block takes its input tensor
-        "attention_mask": chunk.attention_mask,
-        "inference_context": None,
-        "rotary_pos_emb": chunk.rotary_pos_emb,
-        "rotary_pos_cos": chunk.rotary_pos_cos,
-        "rotary_pos_sin": chunk.rotary_pos_sin,
-        "rotary_pos_cos_sin": None,
-        "packed_seq_params": chunk.packed_seq_params,
-        "sequence_len_offset": chunk.sequence_len_offset,
-        "padding_mask": chunk.padding_mask,
-        **(chunk.extra_block_kwargs or {}),
-    }
-    call, arguments = ModuleCall.begin(model.decoder, (), arguments)
-    progress_of(chunk).decoder_call = call
-    return arguments["hidden_states"] if call is not None and model.pre_process else hidden
-
-
-def end_decoder(chunk: Any, hidden: Tensor) -> Tensor:
-    """Apply the decoder's final norm, where this chunk has it, and end the decoder's call."""
-    model = getattr(chunk, "model", None)
-    if model is None:
-        return hidden
-    norm = model.decoder.final_layernorm
-    if norm is not None:
-        hidden = apply_module(norm)(hidden)
-        hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
-    elif not model.pre_process and len(model.decoder.layers) == 0:
-        hidden = hidden.clone()  # else the chunk's output would be its input tensor
-    progress = progress_of(chunk)
-    if progress.decoder_call is not None:
-        hidden = progress.decoder_call.end(hidden)
-        progress.decoder_call = None
-    return hidden
-
-
-def _layer_arguments(ctx: NodeContext, hidden: Tensor) -> dict[str, Any]:
-    """The keyword arguments with which the plain block calls a layer, or an MTP layer its inner one."""
-    chunk: Any = ctx.chunk_state
-    arguments = {
-        "hidden_states": hidden,
-        "attention_mask": chunk.attention_mask,
-        "context": None,
-        "context_mask": None,
-        "rotary_pos_emb": chunk.rotary_pos_emb,
-        "rotary_pos_cos": chunk.rotary_pos_cos,
-        "rotary_pos_sin": chunk.rotary_pos_sin,
-    }
-    if ctx.is_mtp:
-        chain = progress_of(chunk).mtp
-        assert chain is not None
-        arguments |= {"attention_bias": None, "inference_params": None, "padding_mask": chain.padding_mask}
-    else:
-        extra = chunk.extra_block_kwargs or {}
-        arguments |= {
-            "rotary_pos_cos_sin": None,
-            "attention_bias": extra.get("attention_bias"),
-            "inference_context": None,
-            "padding_mask": chunk.padding_mask,
-        }
-    arguments |= {
-        "packed_seq_params": chunk.packed_seq_params,
-        "sequence_len_offset": chunk.sequence_len_offset,
-    }
-    return arguments
-
-
 def _with_mlp(layer: TransformerLayer, moe: MoELayer) -> TransformerLayer:
     layer.__dict__["_modules"] = {**layer.__dict__["_modules"], "mlp": moe}
     return layer
@@ -412,36 +339,3 @@ class _OwnGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.clone()
-
-
-def _run_overlapped_shared_experts(moe: MoELayer, tokens: Tensor) -> Tensor:
-    """Run the shared experts that the dispatcher would overlap with its exchange, all in this slot.
-
-    The dispatcher would begin them in one slot and end them in another, through attributes, and their graph would cross
-    the slots. The pieces and their order are the dispatcher's own, so the bits are.
-    """
-    dispatcher = moe.token_dispatcher
-    shared = dispatcher.shared_experts
-    in_dispatch = moe.config.moe_token_dispatcher_type == "flex"
-    if in_dispatch:
-        shared.pre_forward_comm(tokens, wait_current_stream=True)
-    shared.linear_fc1_forward_and_act()
-    if in_dispatch:
-        _run_backward_after_gate(shared, tokens)
-    shared.linear_fc2_forward()
-    shared.post_forward_comm()
-    output: Tensor = shared.get_output()
-    dispatcher.shared_experts = None
-    return output.view(dispatcher.hidden_shape)
-
-
-def _run_backward_after_gate(shared: Any, tokens: Tensor) -> None:
-    """Let the gate's gradient reach the tokens before that of fc1, which the flex dispatcher ranks behind its own."""
-    hidden = shared.cached_fc2_input
-    if (
-        shared.gate_score is not None
-        and hidden is not None
-        and hidden.grad_fn is not None
-        and tokens.grad_fn is not None
-    ):
-        hidden.grad_fn._set_sequence_nr(tokens.grad_fn._sequence_nr())

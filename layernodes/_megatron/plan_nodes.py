@@ -20,9 +20,9 @@ from megatron.core.transformer.module import float16_to_fp32
 from torch import Tensor
 from torch.autograd import Variable
 
-from layernodes._megatron.layer import begin_decoder, end_decoder
+from layernodes._megatron.chunk_ends import post_process, pre_process
 from layernodes._megatron.shared_parameters import SharedParameters, StandIns, shared_gradients_of
-from layernodes._megatron.streams import current_device_stream
+from layernodes._megatron.streams import current_lane
 from layernodes.release import release_inputs
 from layernodes.wgrad import Site
 
@@ -104,7 +104,7 @@ class ProvingLayerNode(_Backward, TransformerLayerNode):  # type: ignore[misc]
             output = super()._forward(*inputs)
         frees_input = getattr(self.submodule, "frees_input", None)
         if frees_input is not None and frees_input():
-            release_inputs(inputs, self.inputs, current_device_stream(inputs[0]))
+            release_inputs(inputs, self.inputs, current_lane(inputs[0]))
         return output
 
 
@@ -117,13 +117,10 @@ class ChunkPreProcessNode(_Backward, PreProcessNode):  # type: ignore[misc]
             return super()._forward(*inputs)
 
     def forward_impl(self) -> Tensor:
-        """Embed, and set up what the layers read; a chunk without decoder layers ends the decoder here."""
-        hidden: Tensor = super().forward_impl()
-        if len(self.model.decoder.layers) == 0:
-            hidden = begin_decoder(self.chunk_state, hidden)
-            if getattr(self.model, "mtp", None) is None:
-                hidden = end_decoder(self.chunk_state, hidden)
-        return hidden
+        """Embed, or take what the pipeline received, and set up what the layers read."""
+        return pre_process(
+            self.model, self.chunk_state, None if self.model.pre_process else self.model.decoder.input_tensor
+        )
 
 
 class ChunkPostProcessNode(_Backward, PostProcessNode):  # type: ignore[misc]
@@ -135,28 +132,6 @@ class ChunkPostProcessNode(_Backward, PostProcessNode):  # type: ignore[misc]
             return super()._forward(*inputs)
 
     def forward_impl(self, hidden_states: Tensor) -> Tensor:
-        """Run the model's ``_postprocess`` without its MTP block, whose layers are nodes of the plan."""
-        chunk = self.chunk_state
-        loss = self.model._postprocess(
-            hidden_states=hidden_states,
-            input_ids=chunk.input_ids,
-            position_ids=chunk.position_ids,
-            labels=chunk.labels,
-            decoder_input=chunk.decoder_input,
-            rotary_pos_emb=chunk.rotary_pos_emb,
-            rotary_pos_cos=chunk.rotary_pos_cos,
-            rotary_pos_sin=chunk.rotary_pos_sin,
-            mtp_in_postprocess=False,
-            loss_mask=chunk.loss_mask,
-            attention_mask=chunk.attention_mask,
-            padding_mask=chunk.padding_mask,
-            packed_seq_params=chunk.packed_seq_params,
-            sequence_len_offset=chunk.sequence_len_offset,
-            runtime_gather_output=chunk.runtime_gather_output,
-            extra_block_kwargs=chunk.extra_block_kwargs,
-            output_processor=chunk.output_processor,
-            output_processor_context=chunk.output_processor_context,
-        )
-        # Megatron-Core's combined 1F1B expects an fp32 loss.
-        converted: Tensor = float16_to_fp32(loss)
-        return converted
+        """Run the chunk's tail; Megatron-Core's combined 1F1B expects an fp32 loss."""
+        loss: Tensor = float16_to_fp32(post_process(self.model, self.chunk_state, hidden_states))
+        return loss

@@ -95,6 +95,11 @@ class StandIns:
         self._gradients = gradients
         self._pairs = pairs
 
+    def totals(self) -> list[Tensor]:
+        """The sums so far that ``collect`` will add to."""
+        sums = (self._gradients.sums[id(parameter)].total for parameter, _ in self._pairs)
+        return [total for total in sums if total is not None]
+
     def collect(self, later: Collection[int] = ()) -> None:
         """Hand the node's contributions on, after its backward; those to parameters with an id in ``later`` are
         kept."""

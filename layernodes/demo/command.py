@@ -19,7 +19,8 @@ from layernodes.demo.world import demo_world, num_launched_ranks
 _DEFAULTS: Final = DemoSettings()
 
 
-def _add_arguments(parser: ArgumentParser) -> None:
+def add_model_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments that make ``DemoSettings``, and ``--json``."""
     parser.add_argument(
         "--text", type=Path, metavar="FILE", help="text whose bytes are the tokens (default: one that is shipped)"
     )
@@ -38,8 +39,13 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
 
 
+def settings_of(options: Namespace) -> DemoSettings:
+    """The settings among parsed options."""
+    return DemoSettings(**{name: getattr(options, name) for name in DemoSettings.model_fields})
+
+
 def _run(options: Namespace, write: Write) -> int:
-    settings = DemoSettings(**{name: getattr(options, name) for name in DemoSettings.model_fields})
+    settings = settings_of(options)
     check_settings(settings, num_ranks=num_launched_ranks())
     text = read_text(settings.text)
     with demo_world() as world:
@@ -54,6 +60,6 @@ def _run(options: Namespace, write: Write) -> int:
 DEMO: Final = Command(
     name="demo",
     summary="run a Megatron-Core MoE model on real text, plainly and through the nodes, and compare them bit for bit",
-    add_arguments=_add_arguments,
+    add_arguments=add_model_arguments,
     run=_run,
 )

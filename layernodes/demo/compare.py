@@ -69,14 +69,14 @@ class Difference(BaseModel):
 
 def run_plain(model: GPTModel, microbatches: Sequence[Microbatch], seed: int, tick: Tick) -> Pass:
     """Forward and backward of one microbatch after the other."""
-    start = _begin(model, seed)
+    start = begin(model, seed)
     outputs = []
     for index, microbatch in enumerate(microbatches):
         output = model(microbatch.tokens, microbatch.positions, None, labels=microbatch.labels)
-        output.backward(_output_gradient(output, len(microbatches)))
+        output.backward(output_gradient(output, len(microbatches)))
         outputs.append(output.detach())
         tick(f"plain F{index} B{index}")
-    return _end(model, outputs, start)
+    return end(model, outputs, start)
 
 
 def run_nodes(
@@ -91,7 +91,7 @@ def run_nodes(
 
     ``plans`` holds the plan of each layer, in order; ``timer`` records their slots.
     """
-    start = _begin(model, seed)
+    start = begin(model, seed)
     outputs: list[Tensor] = []
     previous, gradient = None, None
     with install(plans.__getitem__):
@@ -99,12 +99,12 @@ def run_nodes(
             plan = model.build_schedule_plan(microbatch.tokens, microbatch.positions, None, labels=microbatch.labels)
             timer.watch(plan, list(plans.values()), index)
             output = TransformerModelChunkSchedulePlan.run(plan, previous, b_grad=gradient)
-            previous, gradient = plan, _output_gradient(output, len(microbatches))
+            previous, gradient = plan, output_gradient(output, len(microbatches))
             outputs.append(output.detach())
             tick(f"nodes F{index}" + (f" B{index - 1}" if index else ""))
         TransformerModelChunkSchedulePlan.run(None, previous, b_grad=gradient)
         tick(f"nodes B{len(microbatches) - 1}")
-    return _end(model, outputs, start)
+    return end(model, outputs, start)
 
 
 def first_difference(plain: Pass, nodes: Pass, *, rank: int) -> Difference | None:
@@ -119,7 +119,7 @@ def first_difference(plain: Pass, nodes: Pass, *, rank: int) -> Difference | Non
     return None
 
 
-def _begin(model: GPTModel, seed: int) -> float:
+def begin(model: GPTModel, seed: int) -> float:
     """Give both passes the same start."""
     model.zero_grad(set_to_none=True)
     seed_everything(seed)
@@ -127,16 +127,16 @@ def _begin(model: GPTModel, seed: int) -> float:
     return time.perf_counter()
 
 
-def _end(model: GPTModel, outputs: Sequence[Tensor], start: float) -> Pass:
+def end(model: GPTModel, outputs: Sequence[Tensor], start: float) -> Pass:
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return Pass(outputs=outputs, gradients=gradients, seconds=seconds)
 
 
-def _output_gradient(output: Tensor, num_microbatches: int) -> Tensor:
+def output_gradient(output: Tensor, num_microbatches: int) -> Tensor:
     """That of the mean loss over all tokens of all microbatches."""
-    return torch.full_like(output, 1.0 / (output.numel() * num_microbatches))
+    return torch.full_like(output, 1.0 / (output.numel() * num_microbatches), dtype=torch.float32)
 
 
 def _named(result: Pass) -> Iterator[tuple[str, Tensor | None]]:

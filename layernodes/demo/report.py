@@ -115,7 +115,12 @@ def render(report: DemoReport) -> str:
     """The report for a terminal, at most 100 columns wide."""
     return "\n\n".join(
         "\n".join(lines)
-        for lines in (_render_head(report), _render_slots(report), _render_losses(report), _render_verdict(report))
+        for lines in (
+            _render_head(report),
+            _render_slots(report),
+            _render_losses(report),
+            render_verdict(report.verdict, num_ranks=report.num_ranks),
+        )
     )
 
 
@@ -166,12 +171,12 @@ def _render_losses(report: DemoReport) -> list[str]:
     return _table(rows, right=(0, 1, 2))
 
 
-def _render_verdict(report: DemoReport) -> list[str]:
-    verdict = report.verdict
+def render_verdict(verdict: Verdict, *, num_ranks: int) -> list[str]:
+    """The verdict in lines."""
     compared = (
         f"{_count(verdict.outputs + verdict.gradients, 'tensor')} compared "
         f"({_count(verdict.outputs, 'output')}, {_count(verdict.gradients, 'parameter gradient')})"
-    ) + (f" on each of {report.num_ranks} ranks" if report.num_ranks > 1 else "")
+    ) + (f" on each of {num_ranks} ranks" if num_ranks > 1 else "")
     if verdict.difference is None:
         return [f"bitwise equal: {compared}"]
     found = verdict.difference

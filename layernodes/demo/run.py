@@ -50,7 +50,7 @@ def demonstrate(
         backend=world.backend,
         slots=summarize(timer.calls(), list(plans.values())),
         losses=_losses(plain, nodes, world),
-        verdict=_agree(plain, nodes, world),
+        verdict=agree(plain, nodes, world),
         seconds_plain=plain.seconds,
         seconds_nodes=nodes.seconds,
     )
@@ -71,7 +71,7 @@ def _mean_losses(result: Pass, world: World) -> Sequence[float]:
     return [statistics.fmean(losses) for losses in zip(*of_ranks, strict=True)]
 
 
-def _agree(plain: Pass, nodes: Pass, world: World) -> Verdict:
+def agree(plain: Pass, nodes: Pass, world: World) -> Verdict:
     """The verdict of all ranks: equal where all are, else the lowest rank's difference."""
     found = world.gather([difference] if (difference := first_difference(plain, nodes, rank=world.rank)) else [])
     differences = [difference for of_rank in found for difference in of_rank]

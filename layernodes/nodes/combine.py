@@ -88,6 +88,9 @@ class CombineExchangeNode(CombineNode):
     def modules(self) -> tuple[Module, ...]:
         return self._own_modules()
 
+    def touches_rng(self) -> bool:
+        return False
+
     def wgrad_hook(self) -> WgradHook | None:
         return None
 

@@ -37,9 +37,9 @@ class LayerNode(ScheduleNode):
         return (*slot_modules(self._parts, Slot(str(self.slot))), *self._own_modules())
 
     def _own_modules(self) -> tuple[Module, ...]:
-        """Modules that a subclass holds, beside the layer."""
-        parts = self._parts
-        return tuple(module for module in super().modules() if module not in (parts.layer, parts.mtp, parts.moe))
+        """Modules that a subclass holds, beside the layer's."""
+        of_layer = set((self._parts.mtp or self._parts.layer).modules())
+        return tuple(module for module in super().modules() if module not in of_layer)
 
     def deferred_parameters(self) -> tuple[Parameter, ...]:
         return deferrable_modules(self._parts, self.modules())

@@ -4,6 +4,7 @@ microbatches."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from layernodes._megatron.chunk import GPTChunk
+from layernodes._megatron.layer_kinds import precision_context
 from layernodes._megatron.shared_parameters import shared_sites
 from layernodes.errors import PlanError
 from layernodes.nodes import ScheduleNode, WgradHook
@@ -31,9 +33,11 @@ class ChunkPlace:
         slot: name of the slot.
         stream: where it runs.
         node: called ``node(ctx, *inputs)``; None for a pass-through.
+        reads: the handoffs that it takes.
         frees_input, touches_rng: what the node says of itself.
         new_hook: makes the weight-gradient hook of a microbatch; None where the slot has no ``W`` step.
         deferred: ids of the parameters whose gradients come with ``W``.
+        precision: makes the low-precision context that its forward runs under; None: none.
         sites: where it holds parameters that other nodes of the chunk use too.
         is_first_layer, is_last_layer, is_mtp: what the node is told of its layer.
     """
@@ -42,10 +46,12 @@ class ChunkPlace:
     slot: str
     stream: StreamType
     node: Callable[..., Any] | None
+    reads: tuple[str, ...] = ()
     frees_input: bool = False
     touches_rng: bool = True
     new_hook: Callable[[], WgradHook | None] | None = None
     deferred: frozenset[int] = frozenset()
+    precision: Callable[[], AbstractContextManager[Any]] | None = None
     sites: tuple[Site, ...] = ()
     is_first_layer: bool = False
     is_last_layer: bool = False
@@ -147,9 +153,30 @@ class ChunkPlan:
         """
         return ChunkRun(self, self._chunk, batch)
 
+    @property
+    def model(self) -> Module:
+        """The ``GPTModel`` of a chunk built from one, out of its wrappers.
+
+        Raises:
+            PlanError: the chunk was joined from layer plans.
+        """
+        if self._chunk is None:
+            raise PlanError("this chunk was joined from layer plans and has no model; use ChunkPlan.build(model)")
+        model: Module = self._chunk.model
+        return model
+
+    def run_context(self) -> AbstractContextManager[Any]:
+        """The context that a whole run is under."""
+        return nullcontext() if self._chunk is None else self._chunk.run_context()
+
     def exchange_groups(self) -> tuple[ProcessGroup, ...]:
         """The process groups over which the chunk exchanges tokens."""
         return () if self._chunk is None else self._chunk.exchange_groups()
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether the chunk's ends communicate too, with the ranks that share their parameters."""
+        return self._chunk is not None and self._chunk.is_tensor_parallel
 
     def __repr__(self) -> str:
         return f"ChunkPlan({self.shape})"
@@ -181,15 +208,11 @@ def _places(
     layers: Sequence[LayerPlan], shape: ChunkShape, num_decoder: int, chunk: GPTChunk | None
 ) -> list[ChunkPlace]:
     nodes = [{_name(slot): node for slot, node in plan.nodes.items()} for plan in layers]
-    own_sites = (
-        {}
-        if chunk is not None
-        else dict(
-            zip(
-                [(i, name) for i, of_layer in enumerate(nodes) for name in of_layer],
-                shared_sites([node.modules() for of_layer in nodes for node in of_layer.values()]),
-                strict=True,
-            )
+    own_sites = dict(
+        zip(
+            [(i, name) for i, of_layer in enumerate(nodes) for name in of_layer],
+            shared_sites([node.modules() for of_layer in nodes for node in of_layer.values()]),
+            strict=True,
         )
     )
     places = []
@@ -210,20 +233,22 @@ def _places(
         node = nodes[number].get(slot.name)
         is_mtp = number >= num_decoder
         first, last = (num_decoder, len(layers) - 1) if is_mtp else (0, num_decoder - 1)
-        is_first_slot = slot.name == Slot.PRE_DISPATCH_COMPUTATION
+        sites = own_sites.get((number, slot.name), ())
+        if chunk is not None and is_mtp and slot.name == Slot.PRE_DISPATCH_COMPUTATION:
+            sites += chunk.sites(slot.name)
         places.append(
             ChunkPlace(
                 layer=number,
                 slot=slot.name,
                 stream=slot.stream,
                 node=node,
+                reads=() if node is None else tuple(node.reads),
                 frees_input=node is not None and node.frees_input(),
                 touches_rng=node is not None and node.touches_rng(),
                 new_hook=node.new_hook if node is not None and slot.wgrad else None,
+                precision=None if chunk is None else precision_context(layers[number].layer),
                 deferred=frozenset() if node is None else frozenset(map(id, node.wgrad_parameters)),
-                sites=own_sites.get((number, slot.name), ())
-                if chunk is None
-                else chunk.layer_sites(is_mtp=is_mtp, is_first_slot=is_first_slot),
+                sites=sites,
                 is_first_layer=number == first,
                 is_last_layer=number == last,
                 is_mtp=is_mtp,

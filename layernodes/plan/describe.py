@@ -40,12 +40,14 @@ class NodeDescription(BaseModel):
 
 
 class LayerDescription(BaseModel):
-    """A layer plan: the layer's class and its nodes in slot order."""
+    """A layer plan: the layer's class, its nodes in slot order, and what is done otherwise than in the plain layer
+    without changing a number."""
 
     model_config = ConfigDict(frozen=True)
 
     layer: str
     nodes: tuple[NodeDescription, ...]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = [("slot", "stream", "node", "reads", "writes", "frees input", "gradients with B, W")]
@@ -56,10 +58,12 @@ class LayerDescription(BaseModel):
             rows.append((node.slot, node.stream, node.node, *handoffs, freed, gradients))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-        return "\n".join((self.layer, *lines))
+        return "\n".join((self.layer, *lines, *(f"note: {note}" for note in self.notes)))
 
 
-def describe_layer(layer: Module, nodes: Mapping[Slot | ExtraSlot, ScheduleNode]) -> LayerDescription:
+def describe_layer(
+    layer: Module, nodes: Mapping[Slot | ExtraSlot, ScheduleNode], notes: tuple[str, ...]
+) -> LayerDescription:
     """Describe the nodes of one layer."""
     names = {id(parameter): name for name, parameter in layer.named_parameters()}
     deferred = _owners({slot: node.wgrad_parameters for slot, node in nodes.items()})

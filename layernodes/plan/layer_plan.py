@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from types import MappingProxyType
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple, final
 from torch.nn import Module
 
 from layernodes._megatron.layer_kinds import LayerKind, kind_of
+from layernodes._megatron.support import notes_on
 from layernodes._megatron.wgrad import delays_wgrads
 from layernodes.errors import PlanError, UnsupportedLayerError
 from layernodes.nodes import (
@@ -33,6 +35,8 @@ class WgradMode(StrEnum):
     AUTO = "auto"
     OFF = "off"
 
+
+_logger = logging.getLogger(__name__)
 
 SlotKey = Slot | ExtraSlot
 """What a plan's nodes are filed under."""
@@ -68,6 +72,7 @@ class LayerPlan:
     nodes: Mapping[SlotKey, ScheduleNode]
 
     _built_from: tuple[Mapping[SlotKey, NodeFactory], bool]
+    _kind: LayerKind
 
     def __init__(
         self,
@@ -133,6 +138,9 @@ class LayerPlan:
                     field="delay_wgrad_compute",
                     value=True,
                 )
+        if kind is not LayerKind.OTHER:
+            for note in notes_on(layer):
+                _logger.warning("%s: %s", type(layer).__name__, note)
         return LayerPlan(layer, built, kind, (given, split_combine))
 
     def with_wgrad(self, wgrad: WgradMode | str) -> LayerPlan:
@@ -195,7 +203,8 @@ class LayerPlan:
 
     def describe(self) -> LayerDescription:
         """What each slot does, as a pydantic model that dumps to JSON."""
-        return describe_layer(self.layer, self.nodes)
+        notes = () if self._kind is LayerKind.OTHER else notes_on(self.layer)
+        return describe_layer(self.layer, self.nodes, notes)
 
     def __repr__(self) -> str:
         inside = ", ".join(f"{slot.name.lower()}={type(node).__name__}" for slot, node in self.nodes.items())

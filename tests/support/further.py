@@ -24,7 +24,7 @@ def _overlap_cells() -> Iterator[Cell]:
         yield replace(cell, name=f"{name}-overlap-paired", num_microbatches=2, orders=("paired",)).with_config(
             **_OVERLAP, **_GATE
         )
-    cell = by_name("recompute-layernorm-ep2") if False else by_name("shared-overlap-ep2")
+    cell = by_name("shared-overlap-ep2")
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "shared_experts"]}
     yield replace(cell, name="overlap-recompute").with_config(**recompute)
     yield replace(cell, name="overlap-dropout-dense-last", layers="MD").with_config(**_DROPOUT)
@@ -58,9 +58,7 @@ def _chunk_cells() -> Iterator[Cell]:
         yield replace(by_name(name), name=f"chunks-{name}").with_config(mlp_chunks_for_training=3)
     cell = by_name("shared-overlap-ep2")
     yield replace(cell, name="chunks-overlap").with_config(mlp_chunks_for_training=2)
-    yield replace(
-        by_name("padding-aux-ep2") if False else by_name("alltoall-padding-aux-ep2"), name="chunks-padding"
-    ).with_config(mlp_chunks_for_training=2)
+    yield replace(by_name("alltoall-padding-aux-ep2"), name="chunks-padding").with_config(mlp_chunks_for_training=2)
     yield replace(by_name("recompute-all-ep2"), name="chunks-recompute").with_config(mlp_chunks_for_training=2)
     yield replace(by_name("paired-shared-ep2"), name="chunks-paired").with_config(mlp_chunks_for_training=2)
     yield replace(by_name("mtp-aux-ep2"), name="chunks-mtp").with_config(mlp_chunks_for_training=2)
@@ -79,6 +77,13 @@ def _combined_cells() -> Iterator[Cell]:
     yield replace(by_name("mtp-repeated-ep2"), name="mtp-repeated-detach").with_config(mtp_detach_heads=True)
     yield replace(by_name("mtp-repeated-ep2"), name="mtp-repeated-paired", num_microbatches=2, orders=("paired",))
     yield replace(by_name("mtp-tied-ep2"), name="mtp-tied-paired", num_microbatches=3, orders=("paired",))
+    yield replace(
+        by_name("mtp-two-ep2"), name="mtp-three-rmsnorm", mtp=3, batch=1, tied=True, orders=("1f1b",)
+    ).with_config(normalization="RMSNorm")
+    yield replace(by_name("mtp-repeated-ep2"), name="mtp-repeated-rmsnorm", mtp=3).with_config(normalization="RMSNorm")
+    yield replace(by_name("mtp-repeated-ep2"), name="mtp-repeated-rmsnorm-paired", orders=("paired",)).with_config(
+        normalization="RMSNorm"
+    )
     yield replace(by_name("mtp-two-ep2"), name="mtp-two-dense-inner", layers="MD")
     yield replace(by_name("mtp-repeated-ep2"), name="mtp-repeated-dense", layers="D")
     yield replace(by_name("mtp-tied-ep2"), name="mtp-tied-frozen", frozen=("embedding",))

@@ -1,0 +1,1 @@
+"""The subcommands of ``layernodes``, one a file."""
