@@ -9,7 +9,7 @@ by one of two ways:
     any other  the product is recorded in a graph of its own over detached operands; backward asks it for the
                operands' gradients, and W for the weight's
 
-Under autocast, and where recording is off, nothing is intercepted: the weight's stand-in gets its gradient in backward.
+Where the store cannot defer, nothing is intercepted: the weight's stand-in gets its gradient in backward.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class deferring_products(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _PRODUCTS:
             found = self._weights_among(args, kwargs)
-            if len(found) == 1 and _records(found[0].value):
+            if len(found) == 1 and self._store.can_defer(found[0].weight):
                 return self._defer(func, args, kwargs, found[0])
         elif func in _TRANSPOSES and args and self._store.defers(args[0]) and args[0].dim() == 2:
             value = func(*args, **kwargs)
@@ -101,10 +101,6 @@ class deferring_products(TorchFunctionMode):
         product = _Product(func, args, kwargs, operand)
         others = [tensor for tensor in product.tensors if tensor.requires_grad]
         return _DeferredProduct.apply(self._store, product, self._store.anchor, *others)
-
-
-def _records(weight: Tensor) -> bool:
-    return torch.is_grad_enabled() and not torch.is_autocast_enabled(weight.device.type)
 
 
 def _usual(
@@ -162,7 +158,8 @@ class _DeferredLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         store, is_matmul = ctx.store, ctx.is_matmul
-        x_rows = x.reshape(-1, x.shape[-1])
+        # Detached: what waits must not be the node's input itself, which by now holds its own gradient.
+        x_rows = x.detach().reshape(-1, x.shape[-1])
         rows = gradient.reshape(-1, gradient.shape[-1])
         x_gradient = None
         if ctx.needs_input_grad[0]:

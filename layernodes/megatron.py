@@ -11,8 +11,10 @@ from layernodes._megatron.layer_kinds import kind_of, moe_metadata
 from layernodes._megatron.patches import Builders, Patch, is_patched, schedule_plan_patches
 from layernodes._megatron.wgrad import delays_wgrads
 from layernodes.errors import NodeStateError, UnsupportedLayerError
+from layernodes.plan.describe import wgrad_names
 from layernodes.plan.layer_plan import ForwardFuncs, LayerPlan, WgradMode
 from layernodes.training import schedule
+from layernodes.wgrad import StoreHook
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -75,6 +77,7 @@ class Installation:
         self._build_plan = build
         self._plans: dict[tuple[Module, bool], LayerPlan] = {}
         self._saved: list[Patch] = []
+        self._pending: dict[int, StoreHook] = {}
 
     @property
     def active(self) -> bool:
@@ -104,11 +107,33 @@ class Installation:
         return self
 
     def stop(self) -> None:
-        """Give Megatron-Core its own names back; does nothing where not started."""
+        """Give Megatron-Core its own names back; does nothing where not started.
+
+        Raises:
+            NodeStateError: weight gradients that a backward deferred were never computed; lists them. Done all the
+                same.
+        """
+        pending = self._restore()
+        if pending:
+            raise NodeStateError(
+                f"weight gradients were deferred and backward_dw() was never called for them: {'; '.join(pending)}; "
+                f"with delay_wgrad_compute on, call backward_dw() of each slot after its backward"
+            )
+
+    def _restore(self) -> list[str]:
         while self._saved:
             owner, name, value = self._saved.pop()
             setattr(owner, name, value)
+        pending = [
+            f"layer {getattr(plan.layer, 'layer_number', '?')} {slot} ({', '.join(wgrad_names(plan.layer, node))})"
+            for hook in self._pending.values()
+            for plan in self._plans.values()
+            for slot, node in plan.nodes.items()
+            if node is hook.node
+        ]
+        self._pending.clear()
         self._plans.clear()
+        return pending
 
     def __enter__(self) -> Self:
         return self.start()
@@ -116,14 +141,22 @@ class Installation:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.stop()
+        if exc is None:
+            self.stop()
+        else:
+            self._restore()
 
     def _build(self, layer: Module) -> tuple[ForwardFuncs, dict[str, Any]]:
         key = layer, delays_wgrads(layer)
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._build_plan(layer)
-        return plan.callables()
+        forward_funcs, backward_dw = plan.callables()
+        for hooks in backward_dw.values():
+            for hook in hooks if isinstance(hooks, list) else [hooks]:
+                if isinstance(hook, StoreHook):
+                    hook.watch(self._pending)
+        return forward_funcs, backward_dw
 
 
 def install(build: Callable[[Module], LayerPlan] | None = None) -> Installation:

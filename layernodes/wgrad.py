@@ -132,6 +132,10 @@ class _Deferred:
             deliver(self.parameter, total)
 
 
+def _saved_tensor_hooks() -> object:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
 @final
 class WgradStore:
     """The weight gradients that one node deferred in one microbatch.
@@ -140,9 +144,13 @@ class WgradStore:
     ``detach()``, and ``anchor`` in its forward, and calls ``park`` in its backward.
     """
 
-    __slots__ = ("_anchor", "_deferred", "_waiting")
+    __slots__ = ("_anchor", "_deferred", "_on_drain", "_on_park", "_outer_hooks", "_waiting")
 
-    def __init__(self) -> None:
+    def __init__(
+        self, *, on_park: Callable[[], object] | None = None, on_drain: Callable[[], object] | None = None
+    ) -> None:
+        self._on_park, self._on_drain = on_park, on_drain
+        self._outer_hooks = _saved_tensor_hooks()
         self._deferred: dict[int, _Deferred] = {}  # by id of the stand-in
         self._waiting: dict[int, _Deferred] = {}  # those of which something is parked, in order of the first
         self._anchor: Tensor | None = None
@@ -157,6 +165,21 @@ class WgradStore:
     def defers(self, weight: Tensor | None) -> bool:
         """Whether ``weight``, as the node's module holds it now, is one whose gradient this store defers."""
         return weight is not None and id(weight) in self._deferred
+
+    def can_defer(self, weight: Tensor | None) -> bool:
+        """Whether a product of ``weight`` may be deferred here and now.
+
+        Not without recording, nor under autocast, whose casts take part in the sum of a weight's gradients, nor inside
+        an activation checkpoint, which records its forward a second time: the stand-in then gets the gradient in
+        backward.
+        """
+        return (
+            weight is not None
+            and id(weight) in self._deferred
+            and torch.is_grad_enabled()
+            and not torch.is_autocast_enabled(weight.device.type)
+            and _saved_tensor_hooks() == self._outer_hooks
+        )
 
     def park(self, weight: Tensor, compute: Compute) -> None:
         """Defer a gradient of ``weight``; ``compute`` returns it, of the weight's shape, when the store is drained.
@@ -175,6 +198,8 @@ class WgradStore:
                 "pass the weight as the module holds it during forward, and park it before its W step"
             )
         deferred.park(compute)
+        if not self._waiting and self._on_park is not None:
+            self._on_park()
         self._waiting.setdefault(id(weight), deferred)
 
     @property
@@ -210,6 +235,8 @@ class WgradStore:
             one.deliver()
         while waiting:
             waiting.pop(next(iter(waiting))).deliver()
+        if self._on_drain is not None:
+            self._on_drain()
 
 
 @final
@@ -222,17 +249,29 @@ class StoreHook:
         parameters: the parameters that the node's store defers.
     """
 
-    __slots__ = ("_modules", "_parameters", "_store", "node")
+    __slots__ = ("_modules", "_parameters", "_pending", "_store", "node")
 
     def __init__(self, node: object, modules: Sequence[object] = (), parameters: Iterable[Parameter] = ()) -> None:
         self.node = node
         self._modules = tuple(modules)
         self._parameters = tuple(parameters)
         self._store: WgradStore | None = None
+        self._pending: dict[int, StoreHook] | None = None
 
-    def bind(self, store: WgradStore) -> None:
-        """Give the hook the store of the forward that it belongs to."""
-        self._store = store
+    def watch(self, pending: dict[int, StoreHook]) -> None:
+        """Stand in ``pending``, by id, whenever something waits in the store."""
+        self._pending = pending
+
+    def new_store(self) -> WgradStore:
+        """The store of the forward that the hook belongs to."""
+        pending = self._pending
+        if pending is None:
+            self._store = WgradStore()
+        else:
+            self._store = WgradStore(
+                on_park=lambda: pending.update({id(self): self}), on_drain=lambda: pending.pop(id(self), None)
+            )
+        return self._store
 
     def backward_dw(self) -> None:
         """Compute and accumulate the deferred weight gradients."""

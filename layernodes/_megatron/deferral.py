@@ -80,8 +80,7 @@ def _forward(own: Callable[..., Tensor], store: WgradStore, input: Tensor, weigh
         or arguments.get("gtp_remat_size", 1) > 1
         or hasattr(weight, "__fsdp_param__")
     )
-    autocast = torch.is_autocast_enabled(input.device.type)
-    if unsupported or autocast or not store.defers(weight) or not torch.is_grad_enabled():
+    if unsupported or not store.can_defer(weight):
         return own(input=input, weight=weight, **arguments)
     output: Tensor = _DeferredParallelLinear.apply(
         input,
@@ -141,7 +140,7 @@ class _DeferredParallelLinear(torch.autograd.Function):
             ctx.held[0],
             partial(
                 _weight_gradient,
-                input,
+                input.detach(),  # without the gradient that an input of the node holds by now
                 gradient,
                 ctx.held[0],
                 ctx.tp_group if ctx.sequence_parallel else None,

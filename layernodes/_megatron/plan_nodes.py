@@ -12,7 +12,7 @@ differ in:
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from megatron.core.models.common.utils import PostProcessNode, PreProcessNode, TransformerLayerNode
@@ -26,12 +26,16 @@ from layernodes._megatron.streams import current_lane
 from layernodes.release import release_inputs
 from layernodes.wgrad import Site
 
+_LATE: Final = "layernodes_late_stand_ins"
+
 
 class _Backward:
     """Backward of a Megatron-Core node, over those outputs that take part in it."""
 
     _stand_ins: StandIns | None = None
     _deferred: frozenset[int] = frozenset()
+    _is_drained = True
+    layer_state: Any
 
     def default_backward_func(self, outputs: tuple[Any, ...], output_grad: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run autograd from ``outputs``; the gradients of the inputs and parameters accumulate."""
@@ -53,6 +57,9 @@ class _Backward:
         if self._stand_ins is not None:
             self._stand_ins.collect(later=self._deferred)
             if not self._deferred:
+                self._stand_ins = None
+            elif not self._is_drained:
+                self.layer_state.__dict__.setdefault(_LATE, []).append(self._stand_ins)
                 self._stand_ins = None
         return output_grad
 
@@ -76,6 +83,7 @@ class ProvingLayerNode(_Backward, TransformerLayerNode):  # type: ignore[misc]
 
         if self.delay_wgrad_compute and self._sites:
             self._deferred = frozenset(map(id, getattr(self.submodule, "wgrad_parameters", ())))
+            self._is_drained = self.name in ("pre_dispatch_computation", "mlp")
 
     def backward_dw(self) -> None:
         """Run the slot's weight-gradient hooks, then hand on what they contributed to shared parameters."""
@@ -83,6 +91,9 @@ class ProvingLayerNode(_Backward, TransformerLayerNode):  # type: ignore[misc]
         if self._stand_ins is not None:
             self._stand_ins.collect()
             self._stand_ins = None
+        if self.name == "mlp":  # its hooks include those of the slots after it, which nobody drains
+            for stand_ins in self.layer_state.__dict__.pop(_LATE, ()):
+                stand_ins.collect()
 
     @staticmethod
     def _resolve_free_input(*_: Any) -> bool:

@@ -260,8 +260,7 @@ class ScheduleNode(ABC):
         hook = find_hook(ctx, self)
         if hook is None or not self._wgrad_sites:
             return self._run(ctx, inputs)
-        store = WgradStore()
-        hook.bind(store)
+        store = hook.new_store()
         state = ctx.layer_state.__dict__
         state[_STORE] = store
         try:

@@ -83,6 +83,12 @@ def describe_layer(
     )
 
 
+def wgrad_names(layer: Module, node: ScheduleNode) -> list[str]:
+    """Names, in ``layer``, of the parameters whose gradients come with the ``W`` of ``node``."""
+    deferred = {id(parameter) for parameter in node.wgrad_parameters}
+    return [name for name, parameter in layer.named_parameters() if id(parameter) in deferred]
+
+
 def _trainable(node: ScheduleNode) -> list[Parameter]:
     return [p for module in node.modules() for p in module.parameters() if p.requires_grad]
 

@@ -285,6 +285,7 @@ def _fused(nodes: list[ScheduleNode]) -> Callable[..., Any]:
             inputs = outputs if isinstance(outputs, tuple) else (outputs,)
         return outputs
 
+    run_in_order.wgrad_parameters = [p for node in nodes for p in node.wgrad_parameters]  # type: ignore[attr-defined]
     return run_in_order
 
 
