@@ -1,0 +1,293 @@
+"""One optimization under way: the best schedule so far, the bound so far, and what may still be spent.
+
+Used by ``optimize``, which states the contract.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, final
+
+from layernodes.errors import ScheduleError
+from layernodes.plan.beam import SearchLimits, search
+from layernodes.plan.bounds import lower_bound
+from layernodes.plan.candidates import Candidate
+from layernodes.plan.costs import CostModel
+from layernodes.plan.problem import Problem, build_problem
+from layernodes.plan.rules import Rules
+from layernodes.plan.schedule import PairSchedule, Schedule
+from layernodes.plan.simulate import simulate_steps
+from layernodes.plan.step import Step
+from layernodes.plan.two_lines import solve_two_lines
+from layernodes.plan.units import in_bytes, in_seconds
+
+MAX_STATES: Final = 300_000
+"""How many states the searches make where there is no time limit."""
+
+_FIRST_WIDTHS: Final = (1, 8)
+_MANY_STEPS: Final = 6_000
+_MANY_LINES: Final = 4
+_IN_FLIGHT: Final = 3
+_TOLERANCE: Final = 1e-9
+_SECONDS_BETWEEN_PROGRESS: Final = 0.1
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far an optimization has come: seconds so far, states made, and the best makespan and bound so far."""
+
+    seconds: float
+    num_states: int
+    makespan: float
+    lower_bound: float
+
+    @property
+    def gap(self) -> float:
+        """How far the makespan is above the bound, as a share of the bound."""
+        return gap_of(self.makespan, self.lower_bound)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """What an optimization may spend, and whom it tells.
+
+    Attributes:
+        memory_limit: bytes of live activations at most.
+        deadline: ``time.monotonic`` at which to stop; None: never.
+        max_states: states that the searches may make; None: any number.
+        progress: called now and then.
+    """
+
+    memory_limit: int | None = None
+    deadline: float | None = None
+    max_states: int | None = MAX_STATES
+    progress: Callable[[Progress], None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the deadline has passed."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Optimized[S: (Schedule, PairSchedule)]:
+    """A chosen schedule, and how good it is.
+
+    Attributes:
+        schedule: the schedule.
+        makespan: what ``simulate`` predicts for it.
+        lower_bound: a makespan that no schedule of this shape can beat.
+        optimal: whether it is proved best.
+        peak_activation_bytes: see ``Timeline``.
+        found_by: name of the candidate, or of the search, that it comes from.
+        candidates: makespan of each ready-made candidate that fits into the memory limit, by name.
+        num_states: states that the searches made.
+        stopped_by: ``"optimal"``, ``"max_states"`` or ``"time_limit"``.
+    """
+
+    schedule: S
+    makespan: float
+    lower_bound: float
+    optimal: bool
+    peak_activation_bytes: int
+    found_by: str
+    candidates: Mapping[str, float]
+    num_states: int
+    stopped_by: str
+
+    @property
+    def gap(self) -> float:
+        """How far the makespan is above the bound, as a share of the bound; 0 where it is proved best."""
+        return gap_of(self.makespan, self.lower_bound)
+
+    def __str__(self) -> str:
+        """Two lines: the makespan with its bound, and where it comes from."""
+        proof = "proved best" if self.optimal else f"at most {100 * self.gap:.2f} % above the best"
+        best = min(self.candidates.items(), key=lambda item: item[1], default=None)
+        beside = "" if best is None else f"; the best ready-made one is {best[0]} with {in_seconds(best[1])}"
+        return (
+            f"makespan {in_seconds(self.makespan)}, lower bound {in_seconds(self.lower_bound)}: {proof}\n"
+            f"found by {self.found_by} after {self.num_states} states{beside}"
+        )
+
+
+def gap_of(makespan: float, bound: float) -> float:
+    """How far a makespan is above a bound, as a share of the bound."""
+    if makespan <= bound:
+        return 0.0
+    return makespan / bound - 1 if bound > 0 else float("inf")
+
+
+@final
+class Optimization[S: (Schedule, PairSchedule)]:
+    """The state of one optimization.
+
+    Args:
+        make: ``Schedule`` or ``PairSchedule``.
+        rules: the rules of what it makes.
+        costs: the costs.
+        effort: what it may spend.
+
+    Raises:
+        CostError: a slot has no cost.
+    """
+
+    def __init__(self, make: type[S], rules: Rules, costs: CostModel, effort: Effort) -> None:
+        self._make = make
+        self._rules = rules
+        self._costs = costs
+        self._effort = effort
+        self._problem = build_problem(rules, costs)
+        self._bound = lower_bound(self._problem, slowdown=costs.compute_slowdown)
+        self._best: S | None = None
+        self._makespan = float("inf")
+        self._peak = 0
+        self._found_by = ""
+        self._least_peak: int | None = None
+        self._candidates: dict[str, float] = {}
+        self._seen: set[tuple[Step, ...]] = set()
+        self._num_states = 0
+        self._began = time.monotonic()
+        self._told = self._began
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether the best schedule so far meets the bound."""
+        return self._makespan <= self._bound * (1 + _TOLERANCE)
+
+    def consider(self, candidates: Iterable[Candidate], *, at_least: int = 0) -> None:
+        """Judge ready-made schedules, until one is proved best or the time is over.
+
+        Args:
+            candidates: the schedules.
+            at_least: judge this many of them whatever the time.
+        """
+        for index, candidate in enumerate(candidates):
+            if index >= at_least and (self.is_optimal or self._effort.is_over):
+                return
+            makespan = self._judge(candidate.name, tuple(candidate.steps))
+            if makespan is not None:
+                self._candidates[candidate.name] = makespan
+
+    def solve_two_lines(self, finish: Callable[[tuple[Step, ...]], Iterable[Candidate]]) -> None:
+        """Solve two lines exactly without weight gradients, for a bound and for candidates.
+
+        Args:
+            finish: makes schedules of the best order.
+        """
+        problem = self._problem
+        if len(problem.lines) != 2 or self.is_optimal or self._effort.is_over:
+            return
+        solved = solve_two_lines(*problem.lines, below=self._makespan)
+        if solved is None:
+            self._bound = self._makespan
+            return
+        self._bound = max(self._bound, solved.makespan)
+        order = problem.steps(problem.lines[line].ids[position] for line, position in solved.order)
+        self.consider([Candidate("the best order of two lines", order)] if not problem.wgrad_ids else finish(order))
+
+    def search(self) -> None:
+        """Search over orders, with growing width."""
+        if self._problem.num_steps > _MANY_STEPS:
+            return
+        slowdown = self._costs.compute_slowdown
+        self._search(self._problem, is_exact=slowdown == 1, share=1.0 if slowdown == 1 else 0.5)
+        if slowdown > 1:
+            slowed = build_problem(self._rules, self._costs, compute_factor=slowdown)
+            self._search(slowed, is_exact=False, share=1.0)
+
+    def report(self) -> Optimized[S]:
+        """The result.
+
+        Raises:
+            ScheduleError: nothing fits into the memory limit.
+        """
+        if self._best is None:
+            limit = self._effort.memory_limit
+            found = "" if self._least_peak is None else f"; the least that was found needs {in_bytes(self._least_peak)}"
+            raise ScheduleError(f"no schedule found that holds at most {limit} bytes of activations{found}")
+        optimal = self.is_optimal
+        return Optimized(
+            schedule=self._best,
+            makespan=self._makespan,
+            lower_bound=self._makespan if optimal else self._bound,
+            optimal=optimal,
+            peak_activation_bytes=self._peak,
+            found_by=self._found_by,
+            candidates=self._candidates,
+            num_states=self._num_states,
+            stopped_by="optimal" if optimal else "time_limit" if self._effort.is_over else "max_states",
+        )
+
+    def _search(self, problem: Problem, *, is_exact: bool, share: float) -> None:
+        limit = (
+            None
+            if self._effort.max_states is None
+            else self._num_states + share * (self._effort.max_states - self._num_states)
+        )
+        width = _FIRST_WIDTHS[0]
+        many = len(problem.lines) > _MANY_LINES
+        while not self.is_optimal and not self._effort.is_over:
+            before = self._num_states
+            limits = SearchLimits(
+                width=width,
+                in_flight=_IN_FLIGHT if many else None,
+                memory=self._effort.memory_limit,
+                one_queue=self._costs.hardware_queues == 1,
+                below=self._makespan if is_exact else float("inf"),
+            )
+
+            def stop(num_states: int, before: int = before) -> bool:
+                total = before + num_states
+                self._tell(total)
+                return self._effort.is_over or (limit is not None and total > limit)
+
+            result = search(problem, limits, stop)
+            self._num_states += result.num_states
+            if result.order is not None:
+                self._judge(f"search of width {width}", problem.steps(result.order))
+            if result.complete:
+                if is_exact:
+                    self._bound = self._makespan
+                return
+            if result.stopped:
+                return
+            grown = _FIRST_WIDTHS[1] if width == _FIRST_WIDTHS[0] else width * 4
+            if limit is not None:
+                affordable = int(width * (limit - self._num_states) / max(1, result.num_states))
+                if affordable < 2 * width:
+                    return
+                grown = min(grown, affordable)
+            width = grown
+
+    def _judge(self, name: str, steps: tuple[Step, ...]) -> float | None:
+        """Simulate a schedule and keep it if it fits and is better; None where it does not fit."""
+        schedule = self._make(steps)
+        timeline = simulate_steps(schedule, self._costs, self._rules)
+        peak = timeline.peak_activation_bytes
+        self._least_peak = peak if self._least_peak is None else min(peak, self._least_peak)
+        if self._effort.memory_limit is not None and peak > self._effort.memory_limit:
+            return None
+        if timeline.makespan < self._makespan:
+            self._best, self._makespan, self._peak, self._found_by = schedule, timeline.makespan, peak, name
+            self._tell(self._num_states, now=True)
+        return timeline.makespan
+
+    def _tell(self, num_states: int, *, now: bool = False) -> None:
+        moment = time.monotonic()
+        if self._effort.progress is None or (not now and moment < self._told + _SECONDS_BETWEEN_PROGRESS):
+            return
+        self._told = moment
+        self._effort.progress(
+            Progress(
+                seconds=moment - self._began,
+                num_states=num_states,
+                makespan=self._makespan,
+                lower_bound=min(self._bound, self._makespan),
+            )
+        )
