@@ -68,6 +68,7 @@ class SearchLimits:
         memory: bytes held at most; None: any number.
         one_queue: whether launches wait for the start of the launch before.
         below: only schedules with a smaller makespan are of interest.
+        guide: the line of each step that is no ``W``, in order: only where ``W``s go is searched. None: everything.
     """
 
     width: int
@@ -75,6 +76,7 @@ class SearchLimits:
     memory: int | None = None
     one_queue: bool = False
     below: float = float("inf")
+    guide: tuple[int, ...] | None = None
 
 
 @final
@@ -110,7 +112,7 @@ class _Search:
     def __init__(self, problem: Problem, limits: SearchLimits) -> None:
         self.problem = problem
         self.limits = limits
-        self.complete = True
+        self.complete = limits.guide is None
         self.branch_all = limits.memory is not None or limits.one_queue
 
     def run(self, stop: Callable[[int], bool]) -> SearchResult:
@@ -159,7 +161,10 @@ class _Search:
         found: list[tuple[float, float, bool, int]] = []
         started = 0
         in_front = None
+        guided = None if limits.guide is None else limits.guide[sum(state.positions) : sum(state.positions) + 1]
         for number, line in enumerate(problem.lines):
+            if guided is not None and number not in guided:
+                continue
             position = state.positions[number]
             behind = problem.alike and in_front is not None and position >= in_front
             in_front = position

@@ -6,7 +6,8 @@
     stream   all steps of a stream, after the shortest way to its first step, before the shortest way from its last
     both     with compute_slowdown s: C seconds of computation and M of communication take at least C + M (1 - 1 / s),
              since the compute stream does 1 / s of a second's work in each of those M seconds
-    pairs    the best schedule of two lines without their Ws (``two_lines``): leaving steps out never takes longer
+
+``two_lines`` has one more, for two lines.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from layernodes.errors import ScheduleError
-from layernodes.plan.beam import SearchLimits, search
+from layernodes.plan.beam import SearchLimits, SearchResult, search
 from layernodes.plan.bounds import lower_bound
 from layernodes.plan.candidates import Candidate
 from layernodes.plan.costs import CostModel
@@ -30,6 +30,8 @@ _FIRST_WIDTHS: Final = (1, 8)
 _MANY_STEPS: Final = 6_000
 _MANY_LINES: Final = 4
 _IN_FLIGHT: Final = 3
+_MAX_LABELS: Final = 1_000_000
+_GUIDED_WIDTH: Final = 32
 _TOLERANCE: Final = 1e-9
 _SECONDS_BETWEEN_PROGRESS: Final = 0.1
 
@@ -138,7 +140,7 @@ class Optimization[S: (Schedule, PairSchedule)]:
     """
 
     def __init__(self, make: type[S], rules: Rules, costs: CostModel, effort: Effort) -> None:
-        self._make = make
+        self._make: type[S] = make
         self._rules = rules
         self._costs = costs
         self._effort = effort
@@ -154,6 +156,7 @@ class Optimization[S: (Schedule, PairSchedule)]:
         self._num_states = 0
         self._began = time.monotonic()
         self._told = self._began
+        self._guide: tuple[int, ...] | None = None
 
     @property
     def is_optimal(self) -> bool:
@@ -174,27 +177,24 @@ class Optimization[S: (Schedule, PairSchedule)]:
             if makespan is not None:
                 self._candidates[candidate.name] = makespan
 
-    def solve_two_lines(self, finish: Callable[[tuple[Step, ...]], Iterable[Candidate]]) -> None:
-        """Solve two lines exactly without weight gradients, for a bound and for candidates.
-
-        Args:
-            finish: makes schedules of the best order.
-        """
+    def solve_two_lines(self) -> None:
+        """Solve two lines exactly with weight gradients as a filling: for a bound, and for an order to fill in."""
         problem = self._problem
         if len(problem.lines) != 2 or self.is_optimal or self._effort.is_over:
             return
-        solved = solve_two_lines(*problem.lines, below=self._makespan)
-        if solved is None:
-            self._bound = self._makespan
+        solved = solve_two_lines(*problem.lines, problem.classes, below=self._makespan, max_labels=_MAX_LABELS)
+        if solved is None or isinstance(solved, float):
+            self._bound = max(self._bound, self._makespan if solved is None else solved)
             return
         self._bound = max(self._bound, solved.makespan)
-        order = problem.steps(problem.lines[line].ids[position] for line, position in solved.order)
-        self.consider([Candidate("the best order of two lines", order)] if not problem.wgrad_ids else finish(order))
+        self._guide = tuple(line for line, _ in solved.order)
 
     def search(self) -> None:
         """Search over orders, with growing width."""
         if self._problem.num_steps > _MANY_STEPS:
             return
+        if self._guide is not None:
+            self._search_width(self._problem, _GUIDED_WIDTH, guide=self._guide, limit=None)
         slowdown = self._costs.compute_slowdown
         self._search(self._problem, is_exact=slowdown == 1, share=1.0 if slowdown == 1 else 0.5)
         if slowdown > 1:
@@ -225,37 +225,15 @@ class Optimization[S: (Schedule, PairSchedule)]:
         )
 
     def _search(self, problem: Problem, *, is_exact: bool, share: float) -> None:
-        limit = (
-            None
-            if self._effort.max_states is None
-            else self._num_states + share * (self._effort.max_states - self._num_states)
-        )
+        limit = None
+        if self._effort.max_states is not None:
+            limit = int(self._num_states + share * (self._effort.max_states - self._num_states))
         width = _FIRST_WIDTHS[0]
-        many = len(problem.lines) > _MANY_LINES
         while not self.is_optimal and not self._effort.is_over:
-            before = self._num_states
-            limits = SearchLimits(
-                width=width,
-                in_flight=_IN_FLIGHT if many else None,
-                memory=self._effort.memory_limit,
-                one_queue=self._costs.hardware_queues == 1,
-                below=self._makespan if is_exact else float("inf"),
-            )
-
-            def stop(num_states: int, before: int = before) -> bool:
-                total = before + num_states
-                self._tell(total)
-                return self._effort.is_over or (limit is not None and total > limit)
-
-            result = search(problem, limits, stop)
-            self._num_states += result.num_states
-            if result.order is not None:
-                self._judge(f"search of width {width}", problem.steps(result.order))
-            if result.complete:
-                if is_exact:
-                    self._bound = self._makespan
-                return
-            if result.stopped:
+            result = self._search_width(problem, width, limit=limit, is_exact=is_exact)
+            if result.complete and is_exact:
+                self._bound = self._makespan
+            if result.complete or result.stopped:
                 return
             grown = _FIRST_WIDTHS[1] if width == _FIRST_WIDTHS[0] else width * 4
             if limit is not None:
@@ -264,6 +242,37 @@ class Optimization[S: (Schedule, PairSchedule)]:
                     return
                 grown = min(grown, affordable)
             width = grown
+
+    def _search_width(
+        self,
+        problem: Problem,
+        width: int,
+        *,
+        limit: int | None,
+        is_exact: bool = True,
+        guide: tuple[int, ...] | None = None,
+    ) -> SearchResult:
+        """One search; what it finds is judged, and its states are counted."""
+        limits = SearchLimits(
+            width=width,
+            in_flight=_IN_FLIGHT if len(problem.lines) > _MANY_LINES else None,
+            memory=self._effort.memory_limit,
+            one_queue=self._costs.hardware_queues == 1,
+            below=self._makespan if is_exact else float("inf"),
+            guide=guide,
+        )
+
+        def stop(num_states: int) -> bool:
+            total = self._num_states + num_states
+            self._tell(total)
+            return self._effort.is_over or (limit is not None and total > limit)
+
+        result = search(problem, limits, stop)
+        self._num_states += result.num_states
+        if result.order is not None:
+            name = f"search of width {width}" + (" along the best order of two lines" if guide else "")
+            self._judge(name, problem.steps(result.order))
+        return result
 
     def _judge(self, name: str, steps: tuple[Step, ...]) -> float | None:
         """Simulate a schedule and keep it if it fits and is better; None where it does not fit."""

@@ -4,10 +4,10 @@ Contract::
 
     candidates = the built-in schedules with every place for weight gradients
                  many microbatches: the best pair, and the best group of two, repeated
-                 two lines: their best order without weight gradients, with every place for them     (``two_lines``)
-                 searches of growing width, step by step over all orders                             (``beam``)
+                 two lines: their best order, and a search for where its weight gradients go     (``two_lines``)
+                 searches of growing width, step by step over all orders                         (``beam``)
     result     = the candidate with the smallest simulated makespan that fits into the memory limit
-    bound      = the largest of ``bounds``; the result itself where a search was complete
+    bound      = the largest of ``bounds`` and ``two_lines``; the result itself where a search was complete
 
 It ends when the result meets the bound, when a search was complete, when ``max_states`` are used up, or at the time
 limit. Without a time limit it is deterministic: ``max_states`` counts work, not time.
@@ -112,7 +112,7 @@ def optimize_with_report(
     run.consider(candidates.built_in_candidates(shape, num_microbatches, trains=trains), at_least=_WELL_KNOWN)
     if trains and num_microbatches > 2 and not run.is_optimal:
         run.consider(_repeated(shape, costs, num_microbatches, effort))
-    run.solve_two_lines(lambda order: candidates.with_wgrad("the best order of two lines", order, shape, shape))
+    run.solve_two_lines()
     run.search()
     return run.report()
 
@@ -138,9 +138,7 @@ def optimize_pair_with_report(
     effort = _effort(memory_limit, time_limit, max_states, progress)
     run = Optimization(PairSchedule, Rules.of_pair(forward_shape, backward_shape), costs, effort)
     run.consider(candidates.built_in_pair_candidates(forward_shape, backward_shape), at_least=_WELL_KNOWN)
-    run.solve_two_lines(
-        lambda order: candidates.with_wgrad("the best order of two lines", order, forward_shape, backward_shape)
-    )
+    run.solve_two_lines()
     run.search()
     return run.report()
 
