@@ -156,12 +156,16 @@ class Optimization[S: (Schedule, PairSchedule)]:
         self._num_states = 0
         self._began = time.monotonic()
         self._told = self._began
-        self._guide: tuple[int, ...] | None = None
 
     @property
     def is_optimal(self) -> bool:
         """Whether the best schedule so far meets the bound."""
-        return self._makespan <= self._bound * (1 + _TOLERANCE)
+        return self._makespan * (1 - _TOLERANCE) <= self._bound
+
+    @property
+    def _below(self) -> float:
+        """Only makespans below this one are better by more than rounding."""
+        return self._makespan * (1 - _TOLERANCE)
 
     def consider(self, candidates: Iterable[Candidate], *, at_least: int = 0) -> None:
         """Judge ready-made schedules, until one is proved best or the time is over.
@@ -177,29 +181,20 @@ class Optimization[S: (Schedule, PairSchedule)]:
             if makespan is not None:
                 self._candidates[candidate.name] = makespan
 
-    def solve_two_lines(self) -> None:
-        """Solve two lines exactly with weight gradients as a filling: for a bound, and for an order to fill in."""
-        problem = self._problem
-        if len(problem.lines) != 2 or self.is_optimal or self._effort.is_over:
-            return
-        solved = solve_two_lines(*problem.lines, problem.classes, below=self._makespan, max_labels=_MAX_LABELS)
-        if solved is None or isinstance(solved, float):
-            self._bound = max(self._bound, self._makespan if solved is None else solved)
-            return
-        self._bound = max(self._bound, solved.makespan)
-        self._guide = tuple(line for line, _ in solved.order)
-
     def search(self) -> None:
-        """Search over orders, with growing width."""
+        """Search over orders: narrowly, then along the best order of two lines, then as widely as may be."""
+        slowdown = self._costs.compute_slowdown
+        if self._problem.num_steps <= _MANY_STEPS:
+            self._grow(self._problem, is_exact=slowdown == 1, last=_FIRST_WIDTHS[1], share=0.5)
+        guide = self._solve_two_lines()
         if self._problem.num_steps > _MANY_STEPS:
             return
-        if self._guide is not None:
-            self._search_width(self._problem, _GUIDED_WIDTH, guide=self._guide, limit=None)
-        slowdown = self._costs.compute_slowdown
-        self._search(self._problem, is_exact=slowdown == 1, share=1.0 if slowdown == 1 else 0.5)
+        if guide is not None:
+            self._search_width(self._problem, _GUIDED_WIDTH, guide=guide, is_exact=slowdown == 1)
+        self._grow(self._problem, is_exact=slowdown == 1, share=1.0 if slowdown == 1 else 0.5)
         if slowdown > 1:
             slowed = build_problem(self._rules, self._costs, compute_factor=slowdown)
-            self._search(slowed, is_exact=False, share=1.0)
+            self._grow(slowed, is_exact=False)
 
     def report(self) -> Optimized[S]:
         """The result.
@@ -224,16 +219,29 @@ class Optimization[S: (Schedule, PairSchedule)]:
             stopped_by="optimal" if optimal else "time_limit" if self._effort.is_over else "max_states",
         )
 
-    def _search(self, problem: Problem, *, is_exact: bool, share: float) -> None:
+    def _solve_two_lines(self) -> tuple[int, ...] | None:
+        """Solve two lines exactly with weight gradients as a filling: for the bound, and for an order to fill."""
+        problem = self._problem
+        if len(problem.lines) != 2 or self.is_optimal or self._effort.is_over:
+            return None
+        solved = solve_two_lines(*problem.lines, problem.classes, below=self._below, max_labels=_MAX_LABELS)
+        if solved is None or isinstance(solved, float):
+            self._bound = max(self._bound, self._below if solved is None else solved)
+            return None
+        self._bound = max(self._bound, solved.makespan)
+        return tuple(line for line, _ in solved.order)
+
+    def _grow(self, problem: Problem, *, is_exact: bool, share: float = 1.0, last: int | None = None) -> None:
+        """Search with growing width, up to a last one, or until a share of the states that are left is used up."""
         limit = None
         if self._effort.max_states is not None:
             limit = int(self._num_states + share * (self._effort.max_states - self._num_states))
-        width = _FIRST_WIDTHS[0]
+        width = _FIRST_WIDTHS[0] if last is not None or not is_exact else 4 * _FIRST_WIDTHS[1]
         while not self.is_optimal and not self._effort.is_over:
             result = self._search_width(problem, width, limit=limit, is_exact=is_exact)
             if result.complete and is_exact:
                 self._bound = self._makespan
-            if result.complete or result.stopped:
+            if result.complete or result.stopped or width == last:
                 return
             grown = _FIRST_WIDTHS[1] if width == _FIRST_WIDTHS[0] else width * 4
             if limit is not None:
@@ -248,8 +256,8 @@ class Optimization[S: (Schedule, PairSchedule)]:
         problem: Problem,
         width: int,
         *,
-        limit: int | None,
-        is_exact: bool = True,
+        is_exact: bool,
+        limit: int | None = None,
         guide: tuple[int, ...] | None = None,
     ) -> SearchResult:
         """One search; what it finds is judged, and its states are counted."""
@@ -258,7 +266,7 @@ class Optimization[S: (Schedule, PairSchedule)]:
             in_flight=_IN_FLIGHT if len(problem.lines) > _MANY_LINES else None,
             memory=self._effort.memory_limit,
             one_queue=self._costs.hardware_queues == 1,
-            below=self._makespan if is_exact else float("inf"),
+            below=self._below if is_exact else float("inf"),
             guide=guide,
         )
 

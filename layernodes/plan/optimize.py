@@ -112,7 +112,6 @@ def optimize_with_report(
     run.consider(candidates.built_in_candidates(shape, num_microbatches, trains=trains), at_least=_WELL_KNOWN)
     if trains and num_microbatches > 2 and not run.is_optimal:
         run.consider(_repeated(shape, costs, num_microbatches, effort))
-    run.solve_two_lines()
     run.search()
     return run.report()
 
@@ -138,7 +137,6 @@ def optimize_pair_with_report(
     effort = _effort(memory_limit, time_limit, max_states, progress)
     run = Optimization(PairSchedule, Rules.of_pair(forward_shape, backward_shape), costs, effort)
     run.consider(candidates.built_in_pair_candidates(forward_shape, backward_shape), at_least=_WELL_KNOWN)
-    run.solve_two_lines()
     run.search()
     return run.report()
 
