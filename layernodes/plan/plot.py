@@ -130,19 +130,14 @@ def draw(timeline: Timeline, *, title: str | None = None) -> Figure:
 def _draw_row(axes: Axes, timeline: Timeline, begin: float, span: float, scale: float) -> None:
     """One row: the steps, cut at its ends, and the exposed moments between the lanes."""
     end = begin + span
+    bars: dict[tuple[Phase, StreamType], list[tuple[float, float]]] = {}
     for interval in timeline.intervals:
         start, stop = max(interval.start, begin), min(interval.end, end)
         if stop <= start:
             continue
         look, lane = _LOOKS[interval.step.phase], _LANES[interval.stream]
-        axes.broken_barh(
-            [(scale * (start - timeline.start), scale * (stop - start))],
-            (lane + 0.06, 0.76),
-            facecolors=look.face,
-            hatch=look.hatch,
-            edgecolors="black",
-            linewidth=0.4,
-        )
+        bar = (scale * (start - timeline.start), scale * (stop - start))
+        bars.setdefault((interval.step.phase, interval.stream), []).append(bar)
         label = _label(interval, (stop - start) / span)
         if label:
             axes.text(
@@ -156,11 +151,13 @@ def _draw_row(axes: Axes, timeline: Timeline, begin: float, span: float, scale: 
                 linespacing=1.05,
                 bbox={"facecolor": look.face, "edgecolor": "none", "pad": 0.6} if look.hatch else None,
             )
-    for start, stop in _exposed(timeline, begin, end):
-        left, width = scale * (start - timeline.start), scale * (stop - start)
+    for (phase, stream), places in bars.items():
+        look, lane = _LOOKS[phase], _LANES[stream]
         axes.broken_barh(
-            [(left, width)], (1.06, 0.76), facecolors="none", edgecolors=_EXPOSED, hatch="xxxx", linewidth=1.0
+            places, (lane + 0.06, 0.76), facecolors=look.face, hatch=look.hatch, edgecolors="black", linewidth=0.4
         )
+    exposed = [(scale * (a - timeline.start), scale * (b - a)) for a, b in _exposed(timeline, begin, end)]
+    axes.broken_barh(exposed, (1.06, 0.76), facecolors="none", edgecolors=_EXPOSED, hatch="xxxx", linewidth=1.0)
     axes.set_xlim(scale * (begin - timeline.start), scale * (end - timeline.start) or 1)
     axes.set_ylim(-0.06, 1.94)
     axes.set_yticks([lane + 0.44 for lane in _LANES.values()], [_LANE_NAMES[stream] for stream in _LANES], fontsize=9)
