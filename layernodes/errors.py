@@ -130,6 +130,22 @@ class ScheduleParseError(ScheduleError):
         )
 
 
+class CostError(LayerNodesError, ValueError):
+    """A cost model lacks a cost, holds an impossible one, or cannot be read."""
+
+
+class MissingExtraError(LayerNodesError, ImportError):
+    """An optional dependency is not installed.
+
+    Attributes:
+        extra: the extra of layernodes that installs it.
+    """
+
+    def __init__(self, message: str, *, extra: str) -> None:
+        super().__init__(message)
+        self.extra = extra
+
+
 class NodeStateError(LayerNodesError, RuntimeError):
     """A node or a run is used out of its life cycle: backward before forward, second use, unread handoff."""
 
