@@ -301,6 +301,8 @@ class LayerParts:
     def _replay(self, ctx: NodeContext, hidden: Tensor) -> tuple[LayerPass, Routed]:
         """Replay the layer's CUDA graphs up to dispatch, as ``submodule_pre_dispatch_forward`` does."""
         arguments = layer_arguments(ctx, hidden)
+        if getattr(self.layer, "backward_dw_wrapper", None) is None:  # nobody defers weight gradients here
+            self.layer.init_backward_dw_wrapper()
         self.layer.set_te_cuda_graph_backward_dw_wrapper()
         layer_pass = LayerPass(layer=private_layer(self.layer), padding_mask=arguments["padding_mask"])
         if self.moe is not None:
