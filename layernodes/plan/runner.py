@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.distributed import ProcessGroup
 
-from layernodes.errors import NodeStateError, RankMismatchError, ScheduleError, StepError, StreamOrderError
+from layernodes.errors import NodeStateError, OptionError, RankMismatchError, ScheduleError, StepError, StreamOrderError
 from layernodes.lane import Lane
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import ChunkRun
@@ -80,7 +80,7 @@ class Runner:
         before_step, after_step: called with each step, on its thread, around it.
 
     Raises:
-        ValueError: an unknown kind of streams or random numbers.
+        OptionError: an unknown kind of streams or random numbers.
         NodeStateError: ``"cuda"`` without an accelerator.
     """
 
@@ -92,8 +92,8 @@ class Runner:
         before_step: StepCallback | None = None,
         after_step: StepCallback | None = None,
     ) -> None:
-        self._streams = _make_streams(StreamKind(streams)) if isinstance(streams, str) else streams
-        self._rng = RngMode(rng)
+        self._streams = _make_streams(_option(StreamKind, "streams", streams)) if isinstance(streams, str) else streams
+        self._rng = _option(RngMode, "rng", rng)
         self._before_step = before_step
         self._after_step = after_step
         self._ranks = RankCheck()
@@ -338,6 +338,12 @@ class _Performance:
                 run.end_backward()
         else:
             raise NodeStateError(f"{op.text}: this chunk defers no weight gradients")
+
+
+def _option[E: StrEnum](kinds: type[E], name: str, value: str) -> E:
+    if value not in tuple(kinds):
+        raise OptionError(f"unknown {name}={value!r}; choose one of {', '.join(map(repr, map(str, kinds)))}")
+    return kinds(value)
 
 
 def _check_loss_grads(loss_grads: Sequence[Any] | None, batches: Sequence[Any]) -> None:
