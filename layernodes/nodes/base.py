@@ -27,7 +27,7 @@ from layernodes.errors import NodeDefinitionError, NodeStateError
 from layernodes.nodes.edges import EdgeAudit
 from layernodes.release import is_sole_holder
 from layernodes.slots import ExtraSlot, Slot, StreamType
-from layernodes.state import HandoffMap, NodeContext, fits, handoffs_of, spelling
+from layernodes.state import FusedContext, HandoffMap, NodeContext, fits, handoffs_of, spelling
 
 _VERBS: Final = ("put", "take", "__call__")
 
@@ -141,9 +141,12 @@ class ScheduleNode(ABC):
             raise NodeStateError(
                 f"{type(self).__name__} writes {name!r} as {type(value).__name__}, declared as {spelling(declared)}"
             )
-        if isinstance(value, Tensor) and caller_frees_input(ctx) and not self.keeps_input():
+        caller = ctx.outer if isinstance(ctx, FusedContext) else ctx
+        if isinstance(value, Tensor) and caller_frees_input(caller) and not self.keeps_input():
             value = _own(value)  # it may be an input, whose storage the caller will free
-        if isinstance(value, Tensor) and value.requires_grad:
+        if isinstance(ctx, FusedContext) and name in ctx.internal:
+            pass  # a cut would lose its gradient: both sides go backward at once
+        elif isinstance(value, Tensor) and value.requires_grad:
             original, value = value, ctx.detach(value)
             self._audit.wrote(name, original, value)
         elif isinstance(value, Tensor):
@@ -174,14 +177,15 @@ class ScheduleNode(ABC):
     @final
     def __call__(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run ``forward`` and hold it to the node's declarations; this is what a scheduler calls."""
+        is_inner = isinstance(ctx, FusedContext) and not ctx.is_first
         if caller_frees_input(ctx) and self.keeps_input():
-            inputs = tuple(t.clone() if isinstance(t, Tensor) else t for t in inputs)
-        if self._audit.is_due():
+            inputs = copied(inputs)
+        if self._audit.is_due() and not is_inner:
             outputs = self._audit.run(self, ctx, inputs)
         else:
             outputs = self.forward(ctx, *inputs)
         self._check_handoffs(ctx)
-        return _owned(outputs) if caller_frees_output(ctx) else outputs
+        return owned(outputs) if caller_frees_output(ctx) else outputs
 
     def _narrow(self, absent: frozenset[str]) -> None:
         """Drop the handoffs that do not exist for this node's layer (a dense layer has no dispatch)."""
@@ -201,7 +205,12 @@ class ScheduleNode(ABC):
             )
 
 
-def _owned(outputs: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+def copied(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Copies of the tensors among the inputs."""
+    return tuple(t.clone() if isinstance(t, Tensor) else t for t in inputs)
+
+
+def owned(outputs: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
     """The outputs, each with a storage that nobody else uses."""
     if isinstance(outputs, tuple):
         return tuple(_own(t) for t in outputs)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, final
 
 from torch.nn import Module
 
+from layernodes._megatron.caller import caller_frees_input, caller_frees_output
 from layernodes._megatron.layer_kinds import LayerKind, kind_of
 from layernodes.errors import PlanError
 from layernodes.nodes import (
@@ -21,8 +22,10 @@ from layernodes.nodes import (
     ScheduleNode,
     WgradHook,
 )
+from layernodes.nodes.base import copied, owned
 from layernodes.plan.describe import LayerDescription, describe_layer
 from layernodes.slots import MEGATRON_SLOTS, ExtraSlot, Slot
+from layernodes.state import FusedContext
 
 SlotKey = Slot | ExtraSlot
 """What a plan's nodes are filed under."""
@@ -229,11 +232,16 @@ def _not_implemented(slot: Slot, layer: Module) -> Callable[..., Any]:
 
 
 def _fused(nodes: list[ScheduleNode]) -> Callable[..., Any]:
+    written = {name for node in nodes for name in node._writes}
+    internal = frozenset(name for node in nodes for name in node._reads if name in written)
+
     def run_in_order(ctx: Any, *inputs: Any) -> Any:
+        if caller_frees_input(ctx) and any(node.keeps_input() for node in nodes):
+            inputs = copied(inputs)
         for node in nodes:
-            outputs = node(ctx, *inputs)
+            outputs = node(FusedContext(ctx, internal, is_first=node is nodes[0]), *inputs)
             inputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        return outputs
+        return owned(outputs) if caller_frees_output(ctx) else outputs
 
     return run_in_order
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from layernodes import (
     pairs,
     schedules,
 )
+from layernodes.state import HandoffMap
 from tests.support import toy
 from tests.support.compare import run_cell, snapshot
 from tests.support.configs import Cell, by_name
@@ -195,6 +196,30 @@ class TestWrappers:
         assert any(grad.any() for grad in grads[0].values())
 
 
+class _Widening(layernodes.ExpertNode):
+    writes: ClassVar[HandoffMap] = {**layernodes.ExpertNode.writes, "wide": Tensor}
+
+    def forward(self, ctx: NodeContext, *inputs: Tensor) -> Any:
+        output = super().forward(ctx, *inputs)
+        assert isinstance(output, Tensor)
+        self.put(ctx, "wide", output * 0.5)
+        return output
+
+
+class _Joining(ScheduleNode):
+    slot = ExtraSlot("joining", after=Slot.MLP)
+    stream = StreamType.COMPUTE
+    reads: ClassVar[HandoffMap] = {"wide": Tensor}
+
+    def __init__(self, layer: Any) -> None:
+        pass
+
+    def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor:
+        wide = self.take(ctx, "wide")
+        assert isinstance(wide, Tensor)
+        return inputs[0] + wide
+
+
 class _Scaling(ScheduleNode):
     slot = ExtraSlot("scaling", after=Slot.MLP, stream=StreamType.COMM)
     stream = StreamType.COMM
@@ -209,13 +234,18 @@ class _Scaling(ScheduleNode):
         return False
 
 
+_SCALING: dict[Any, Any] = {_Scaling.slot: _Scaling}
+_JOINING: dict[Any, Any] = {Slot.MLP: _Widening, _Joining.slot: _Joining}
+
+
+@pytest.mark.parametrize("nodes", [_SCALING, _JOINING], ids=["scaling", "handoff"])
 @pytest.mark.parametrize("split_combine", [False, True])
-def test_an_extra_slot_is_the_same_in_both_ways(split_combine: bool) -> None:
+def test_an_extra_slot_is_the_same_in_both_ways(split_combine: bool, nodes: dict[Any, Any]) -> None:
     """A slot of the user's own, on MoE and dense layers: through Megatron-Core's plan and through the runner."""
     cell = replace(by_name("mixed-ep1"), num_microbatches=2)
 
     def build(layer: Any) -> LayerPlan:
-        return LayerPlan.build(layer, nodes={_Scaling.slot: _Scaling}, split_combine=split_combine)
+        return LayerPlan.build(layer, nodes=nodes, split_combine=split_combine)
 
     def run_installed() -> Any:
         bench = Bench(cell)
@@ -231,15 +261,16 @@ def test_an_extra_slot_is_the_same_in_both_ways(split_combine: bool) -> None:
 
     installed = run_installed()
     bench = Bench(cell)
-    chunk = ChunkPlan.build(bench.model, nodes={_Scaling.slot: _Scaling}, split_combine=split_combine)
-    assert all("scaling" in layer.slot_names for layer in chunk.shape.layers)
+    chunk = ChunkPlan.build(bench.model, nodes=nodes, split_combine=split_combine)
+    name = next(slot.name for slot in nodes if isinstance(slot, ExtraSlot))
+    assert all(name in layer.slot_names for layer in chunk.shape.layers)
     for streams in STREAMS:
         for schedule in (schedules.serial(chunk.shape, 2), schedules.combined_1f1b(chunk.shape, 2)):
-            assert any(step.slot == "scaling" for step in schedule)
+            assert any(step.slot == name for step in schedule)
             state = bench.run(schedule, chunk=chunk, streams=streams)
-            for name, value in state.items():
-                if name.startswith(("output/", "grad/")):
-                    assert torch.equal(value, installed[name]), (name, streams)  # type: ignore[arg-type]
+            for key, value in state.items():
+                if key.startswith(("output/", "grad/")):
+                    assert torch.equal(value, installed[key]), (key, streams)  # type: ignore[arg-type]
     plain = Bench(cell).plain.outputs
     assert not torch.equal(plain[0], installed["output/0"])  # type: ignore[arg-type]
 
