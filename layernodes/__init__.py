@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from layernodes.cpu import CpuHost, cpu_host
 from layernodes.errors import (
+    BatchError,
     LayerNodesError,
     NodeDefinitionError,
     NodeStateError,
+    OptionError,
     PlanError,
     RankMismatchError,
     ScheduleError,
@@ -57,6 +59,7 @@ from layernodes.state import Handoffs, NodeContext
 
 __all__ = [
     "MEGATRON_SLOTS",
+    "BatchError",
     "ChunkPlan",
     "ChunkRun",
     "ChunkShape",
@@ -79,6 +82,7 @@ __all__ = [
     "NodeDefinitionError",
     "NodeDescription",
     "NodeStateError",
+    "OptionError",
     "PairSchedule",
     "Phase",
     "PlanError",

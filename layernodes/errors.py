@@ -55,6 +55,14 @@ class Violation:
     message: str
 
 
+class BatchError(LayerNodesError, TypeError):
+    """A batch is not what its chunk takes."""
+
+
+class OptionError(LayerNodesError, ValueError):
+    """An option has a value that does not exist; the message lists those that do."""
+
+
 class ScheduleError(LayerNodesError, ValueError):
     """A schedule breaks rules; ``violations`` holds all of them in order of position."""
 

@@ -46,6 +46,42 @@ class NodeContext(Protocol):
 
 
 @final
+class FusedContext:
+    """The context of one of several nodes that a caller runs as one.
+
+    Attributes:
+        outer: the caller's own context; attributes and ``detach`` are its.
+        internal: handoffs that one of the nodes writes and another takes; they stay in one graph, uncut.
+        is_first: whether the node is the first of them, so that its inputs are the caller's.
+    """
+
+    __slots__ = (
+        "chunk_state",
+        "internal",
+        "is_first",
+        "is_first_layer",
+        "is_last_layer",
+        "is_mtp",
+        "layer_state",
+        "outer",
+    )
+
+    def __init__(self, outer: NodeContext, internal: frozenset[str], *, is_first: bool) -> None:
+        self.outer = outer
+        self.internal = internal
+        self.is_first = is_first
+        self.layer_state = outer.layer_state
+        self.chunk_state = outer.chunk_state
+        self.is_first_layer = outer.is_first_layer
+        self.is_last_layer = outer.is_last_layer
+        self.is_mtp = outer.is_mtp
+
+    def detach(self, t: Tensor) -> Tensor:
+        """See ``NodeContext.detach``."""
+        return self.outer.detach(t)
+
+
+@final
 class Handoffs:
     """The handoffs of one layer and microbatch: each is written once and taken once."""
 

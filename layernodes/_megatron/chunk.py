@@ -21,7 +21,7 @@ from torch.nn import Module
 from layernodes._megatron.chunk_ends import post_process, pre_process
 from layernodes._megatron.shared_parameters import SharedParameters
 from layernodes._megatron.support import check_block_kwargs, check_decoder, check_padding_mask
-from layernodes.errors import UnsupportedLayerError
+from layernodes.errors import BatchError, UnsupportedLayerError
 from layernodes.wgrad import Site
 
 _ARGUMENTS: Final = tuple(name for name in inspect.signature(GPTModel.forward).parameters if name != "self")
@@ -61,14 +61,14 @@ class GPTChunk:
 
         Raises:
             UnsupportedLayerError: an argument that the split path does not pass on.
-            TypeError: an argument that ``model.forward`` does not have, or lacks.
+            BatchError: an argument that ``model.forward`` does not have, or lacks.
         """
         state: Any = ChunkState()
         arguments = dict(batch)
         state.hidden_states = arguments.pop("hidden_states", None)
         unknown = sorted(arguments.keys() - set(_ARGUMENTS))
         if unknown:
-            raise TypeError(
+            raise BatchError(
                 f"batch has {', '.join(unknown)}, which GPTModel.forward does not take; it takes "
                 f"{', '.join(_ARGUMENTS)}, and a chunk without pre-process also hidden_states"
             )

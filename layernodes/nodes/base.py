@@ -30,7 +30,7 @@ from layernodes.nodes.definition import check_definition
 from layernodes.nodes.edges import EdgeAudit, Forward, note_taken, note_written
 from layernodes.release import is_sole_holder
 from layernodes.slots import ExtraSlot, Slot, StreamType
-from layernodes.state import HandoffMap, NodeContext, fits, handoffs_of, spelling
+from layernodes.state import FusedContext, HandoffMap, NodeContext, fits, handoffs_of, spelling
 from layernodes.wgrad import Site, StoreHook, WgradStore, find_hook
 
 _STORE: Final = "layernodes_wgrad_store"
@@ -165,9 +165,12 @@ class ScheduleNode(ABC):
             raise NodeStateError(
                 f"{type(self).__name__} writes {name!r} as {type(value).__name__}, declared as {spelling(declared)}"
             )
-        if isinstance(value, Tensor) and caller_frees_input(ctx) and not self.keeps_input():
+        caller = ctx.outer if isinstance(ctx, FusedContext) else ctx
+        if isinstance(value, Tensor) and caller_frees_input(caller) and not self.keeps_input():
             value = _own(value)  # it may be an input, whose storage the caller will free
-        if isinstance(value, Tensor) and value.requires_grad:
+        if isinstance(ctx, FusedContext) and name in ctx.internal:
+            pass  # a cut would lose its gradient: both sides go backward at once
+        elif isinstance(value, Tensor) and value.requires_grad:
             original, value = value, ctx.detach(value)
             note_written(ctx, name, original, value)
         elif isinstance(value, Tensor):
@@ -198,15 +201,16 @@ class ScheduleNode(ABC):
     @final
     def __call__(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run ``forward`` and hold it to the node's declarations; this is what a scheduler calls."""
+        is_inner = isinstance(ctx, FusedContext) and not ctx.is_first
         if self._has_wgrad and torch.is_grad_enabled():
-            outputs = self._run_deferring(ctx, inputs)
+            outputs = self._run_deferring(ctx, inputs, is_inner=is_inner)
         elif self._audit.is_due() or caller_frees_input(ctx):
-            outputs = self._run(ctx, inputs)
+            outputs = self._run(ctx, inputs, is_inner=is_inner)
         else:
             outputs = self.forward(ctx, *inputs)
         if self._reads or self._writes:
             self._check_handoffs(ctx)
-        return _owned(outputs) if caller_frees_output(ctx) else outputs
+        return owned(outputs) if caller_frees_output(ctx) else outputs
 
     @final
     def wgrad_store(self, ctx: NodeContext) -> WgradStore | None:
@@ -250,23 +254,25 @@ class ScheduleNode(ABC):
             return own
         return StoreHook(self, () if own is None else (own,), {site.parameter: None for site in self._wgrad_sites})
 
-    def _run(self, ctx: NodeContext, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    def _run(self, ctx: NodeContext, inputs: tuple[Tensor, ...], *, is_inner: bool) -> Tensor | tuple[Tensor, ...]:
         forward = _on_copies(self.forward) if caller_frees_input(ctx) and self.keeps_input() else self.forward
-        if self._audit.is_due():
+        if self._audit.is_due() and not is_inner:
             return self._audit.run(self, forward, ctx, inputs)
         return forward(ctx, *inputs)
 
-    def _run_deferring(self, ctx: NodeContext, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        hook = find_hook(ctx, self)
+    def _run_deferring(
+        self, ctx: NodeContext, inputs: tuple[Tensor, ...], *, is_inner: bool
+    ) -> Tensor | tuple[Tensor, ...]:
+        hook = find_hook(ctx.outer if isinstance(ctx, FusedContext) else ctx, self)
         if hook is None or not self._wgrad_sites:
-            return self._run(ctx, inputs)
+            return self._run(ctx, inputs, is_inner=is_inner)
         store = hook.new_store()
         state = ctx.layer_state.__dict__
         state[_STORE] = store
         try:
             sites = self._wgrad_sites
             with store.standing_in(sites), deferring_parallel_linears(sites, store), deferring_products(store):
-                return self._run(ctx, inputs)
+                return self._run(ctx, inputs, is_inner=is_inner)
         finally:
             del state[_STORE]
 
@@ -292,12 +298,17 @@ def _on_copies(forward: Forward) -> Forward:
     """``forward``, given copies of its inputs."""
 
     def run(ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        return forward(ctx, *(t.clone() if isinstance(t, Tensor) else t for t in inputs))
+        return forward(ctx, *copied(inputs))
 
     return run
 
 
-def _owned(outputs: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+def copied(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Copies of the tensors among the inputs."""
+    return tuple(t.clone() if isinstance(t, Tensor) else t for t in inputs)
+
+
+def owned(outputs: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
     """The outputs, each with a storage that nobody else uses."""
     if isinstance(outputs, tuple):
         return tuple(_own(t) for t in outputs)

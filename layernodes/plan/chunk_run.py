@@ -10,7 +10,7 @@ from torch import Tensor
 
 from layernodes._megatron.chunk import ChunkState, GPTChunk
 from layernodes._megatron.shared_parameters import SharedGradients
-from layernodes.errors import NodeStateError
+from layernodes.errors import BatchError, NodeStateError
 from layernodes.lane import Lane
 from layernodes.plan.slot_run import LayerState, SlotRun, Values
 from layernodes.state import handoffs_of
@@ -71,7 +71,12 @@ class ChunkRun:
             place.new_hook() if place.new_hook is not None and records else None,
         )
         previous, self._value = self._value, None
-        self._value = slot.forward(previous, lane, self._shared)
+        if lane is not None:
+            lane.may_use(vars(self._state))
+            if place.layer is not None:
+                lane.uses(handoffs_of(slot.layer_state).waiting(place.reads))
+        self._value = slot.forward(previous, lane, self._shared, keeps_input=self._is_input)
+        self._is_input = False
         if records:
             self._slots[index] = slot
 
@@ -181,7 +186,7 @@ def _begin(chunk: GPTChunk | None, batch: Any) -> tuple[Any, Tensor | None]:
     if chunk is None:
         tensor, attributes = batch if isinstance(batch, tuple) else (batch, {})
         if not isinstance(tensor, Tensor) or not isinstance(attributes, Mapping):
-            raise TypeError(
+            raise BatchError(
                 f"a batch of ChunkPlan.of is a tensor, or (tensor, dict for the chunk state); found "
                 f"{type(batch).__name__}"
             )
@@ -190,13 +195,13 @@ def _begin(chunk: GPTChunk | None, batch: Any) -> tuple[Any, Tensor | None]:
             setattr(state, name, value)
         return state, tensor
     if not isinstance(batch, Mapping):
-        raise TypeError(f"a batch is a dict of model.forward's keyword arguments; found {type(batch).__name__}")
+        raise BatchError(f"a batch is a dict of model.forward's keyword arguments; found {type(batch).__name__}")
     chunk.begin_microbatch()
     state = chunk.new_state(batch)
     given = state.decoder_input if chunk.model.pre_process else state.hidden_states
     state.hidden_states = None
     if given is None and not chunk.model.pre_process:
-        raise TypeError("this chunk has no pre-process: its batch needs hidden_states, the previous part's output")
+        raise BatchError("this chunk has no pre-process: its batch needs hidden_states, the previous part's output")
     return state, given
 
 

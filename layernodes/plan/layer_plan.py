@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, final
 
 from torch.nn import Module
 
+from layernodes._megatron.caller import caller_frees_input, caller_frees_output
 from layernodes._megatron.layer_kinds import LayerKind, kind_of
 from layernodes._megatron.support import notes_on
 from layernodes._megatron.wgrad import delays_wgrads
@@ -25,8 +26,10 @@ from layernodes.nodes import (
     ScheduleNode,
     WgradHook,
 )
+from layernodes.nodes.base import copied, owned
 from layernodes.plan.describe import LayerDescription, describe_layer
 from layernodes.slots import MEGATRON_SLOTS, ExtraSlot, Slot
+from layernodes.state import FusedContext
 
 
 class WgradMode(StrEnum):
@@ -279,11 +282,16 @@ def _not_implemented(slot: Slot, layer: Module) -> Callable[..., Any]:
 
 
 def _fused(nodes: list[ScheduleNode]) -> Callable[..., Any]:
+    written = {name for node in nodes for name in node._writes}
+    internal = frozenset(name for node in nodes for name in node._reads if name in written)
+
     def run_in_order(ctx: Any, *inputs: Any) -> Any:
+        if caller_frees_input(ctx) and any(node.keeps_input() for node in nodes):
+            inputs = copied(inputs)
         for node in nodes:
-            outputs = node(ctx, *inputs)
+            outputs = node(FusedContext(ctx, internal, is_first=node is nodes[0]), *inputs)
             inputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        return outputs
+        return owned(outputs) if caller_frees_output(ctx) else outputs
 
     run_in_order.wgrad_parameters = [p for node in nodes for p in node.wgrad_parameters]  # type: ignore[attr-defined]
     return run_in_order

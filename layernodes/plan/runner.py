@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from layernodes.errors import NodeStateError, ScheduleError
+from layernodes.errors import NodeStateError, OptionError, ScheduleError
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import ChunkRun
 from layernodes.plan.collectives import CollectiveWatch
@@ -83,7 +83,7 @@ class Runner:
         before_step, after_step: called with each step, on its thread, around it.
 
     Raises:
-        ValueError: an unknown kind of streams or random numbers.
+        OptionError: an unknown kind of streams or random numbers.
         NodeStateError: ``"cuda"`` without an accelerator.
     """
 
@@ -95,8 +95,8 @@ class Runner:
         before_step: StepCallback | None = None,
         after_step: StepCallback | None = None,
     ) -> None:
-        self._streams = _make_streams(StreamKind(streams)) if isinstance(streams, str) else streams
-        self._rng = RngMode(rng)
+        self._streams = _make_streams(_option(StreamKind, "streams", streams)) if isinstance(streams, str) else streams
+        self._rng = _option(RngMode, "rng", rng)
         self._before_step = before_step
         self._after_step = after_step
         self._ranks = RankCheck()
@@ -306,6 +306,12 @@ def _check_drained(runs: Sequence[ChunkRun | None]) -> None:
     ]
     if pending:
         raise NodeStateError(f"the run ended with weight gradients that no W step computed: {'. '.join(pending)}")
+
+
+def _option[E: StrEnum](kinds: type[E], name: str, value: str) -> E:
+    if value not in tuple(kinds):
+        raise OptionError(f"unknown {name}={value!r}; choose one of {', '.join(map(repr, map(str, kinds)))}")
+    return kinds(value)
 
 
 def _check_loss_grads(loss_grads: Sequence[Any] | None, batches: Sequence[Any]) -> None:

@@ -79,13 +79,14 @@ class SlotRun:
         self._cuts.append((t, detached))
         return detached
 
-    def forward(self, previous: Values, lane: Lane | None, shared: SharedGradients) -> Values:
+    def forward(self, previous: Values, lane: Lane | None, shared: SharedGradients, *, keeps_input: bool) -> Values:
         """Run the place's node on what the previous slot returned, and return what it returned.
 
         Args:
             previous: the previous slot's outputs.
             lane: the lane that this slot runs on, where its memory needs to be told; None on a CPU.
             shared: the microbatch's sums of gradients of parameters that several nodes use.
+            keeps_input: whether ``previous`` is the caller's own, not ours to free.
         """
         place = self._place
         run_node = place.node
@@ -100,7 +101,7 @@ class SlotRun:
         else:
             returned = run_node(self, *inner)
         self._outputs = returned if isinstance(returned, tuple) else (returned,)
-        if place.frees_input:
+        if place.frees_input and not keeps_input:
             release_inputs(previous, inner, lane)
         return self._outputs
 

@@ -1,0 +1,183 @@
+"""Memory: nothing of a run outlives it, nothing grows, and serial peaks no higher than the plain model.
+
+Live bytes are counted by a dispatch mode that notes every storage an operation makes, weakly, once: the bytes alive
+after an operation are those of all noted storages that still exist. Parameters, inputs and what lives before the mode
+is entered do not count, nor does what never passes through the dispatcher.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from layernodes import ChunkPlan, Runner, schedules
+from layernodes.lane import tensors_in
+from tests.support import toy
+from tests.support.configs import by_name
+from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
+from tests.support.runs import Bench
+
+pytestmark = MEGATRON_WORLD
+_RUNS = 1000
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages that operations made and that are still alive; keeps the peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, Any]] = {}
+        self.peak = 0
+
+    def now(self) -> int:
+        """Bytes alive."""
+        for key, (ref, _) in list(self._storages.items()):
+            if ref.expired():
+                del self._storages[key]
+        return sum(storage().nbytes() for _, storage in self._storages.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and note what it made."""
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            given = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs or {}))}
+            for tensor in tensors_in(result):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given and storage._cdata not in self._storages:
+                    self._storages[storage._cdata] = (StorageWeakRef(storage), _sized(tensor))
+        self.peak = max(self.peak, self.now())
+        return result
+
+
+def _sized(tensor: Tensor) -> Any:
+    """Something that tells a storage's size now without keeping it."""
+    ref = weakref.ref(tensor)
+    nbytes = tensor.untyped_storage().nbytes()
+
+    class Size:
+        def nbytes(self) -> int:
+            alive = ref()
+            return nbytes if alive is None else alive.untyped_storage().nbytes()
+
+    return Size
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _live() -> tuple[int, int]:
+    tensors = [t for t in gc.get_objects() if type(t) in (Tensor, torch.nn.Parameter)]
+    return len(tensors), sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+@pytest.mark.parametrize("streams", ["inline", "threads"])
+def test_a_thousand_runs_leave_nothing(streams: str) -> None:
+    """The number and bytes of live tensors do not grow over 1,000 runs, with no collection of cycles."""
+    layers, batches = toy.toys(1), toy.inputs(2)
+    chunk = toy.chunk_of(layers)
+    schedule = schedules.forward_forward(chunk.shape, 2)
+    with Runner(streams=streams) as runner, _without_collection():
+        for _ in range(3):
+            runner.run(schedule, chunk, batches)
+        before = _live()
+        for _ in range(_RUNS):
+            runner.run(schedule, chunk, batches)
+        assert _live() == before
+
+
+@pytest.mark.parametrize("streams", ["inline", "threads"])
+@pytest.mark.parametrize("name", ["alltoall-shared-ep1", "mtp-tied-ep1", "recompute-all-ep1", "allgather-aux-ep1"])
+def test_megatron_runs_leave_nothing(name: str, streams: str) -> None:
+    """The same for Megatron-Core models, over fewer runs; nothing is left alive but the results."""
+    bench = Bench(by_name(name))
+    chunk = bench.chunk()
+    schedule = schedules.combined_1f1b(chunk.shape, 3)
+    with Runner(streams=streams) as runner, _without_collection():
+        for _ in range(2):
+            runner.run(schedule, chunk, bench.batches(), bench.loss_grads())
+        before = _live()
+        for _ in range(100 if os.environ.get("LAYERNODES_FULL") else 10):
+            runner.run(schedule, chunk, bench.batches(), bench.loss_grads())
+        assert _live() == before
+
+
+def test_no_tensor_of_a_run_outlives_it() -> None:
+    """Weak references to every tensor that the modules made are dead when ``run`` returns, results aside."""
+    bench = Bench(by_name("alltoall-shared-ep1"))
+    chunk = bench.chunk()
+    made: list[weakref.ref[Tensor]] = []
+
+    def note(_: Any, args: Any, output: Any) -> None:
+        made.extend(weakref.ref(t) for t in tensors_in(output))
+
+    for name, module in bench.model.named_modules():
+        if "rotary" not in name:  # Megatron-Core caches rotary embeddings by length
+            module.register_forward_hook(note)
+    chunk = ChunkPlan.build(bench.model)
+    with _without_collection():
+        for streams in ("inline", "threads"):
+            with Runner(streams=streams) as runner:
+                result = runner.run(
+                    schedules.forward_forward(chunk.shape, 3), chunk, bench.batches(), bench.loss_grads()
+                )
+            alive = [ref() for ref in made if ref() is not None]
+            assert len(made) > 50
+            assert not alive, f"{len(alive)} of {len(made)}"
+            assert len(result.outputs) == 3
+            made.clear()
+
+
+def _peak_of_plain(bench: Bench) -> int:
+    bench.reset()
+    counter = LiveBytes()
+    with counter:
+        for microbatch in bench.microbatches:
+            output = bench.model(**microbatch.inputs)
+            output.backward(microbatch.output_grad.to(output.dtype))
+            del output
+            bench.clear_grads()
+    return counter.peak
+
+
+def _peak_of_serial(bench: Bench, chunk: ChunkPlan) -> int:
+    bench.reset()
+    counter = LiveBytes()
+    batches, loss_grads = bench.batches(), bench.loss_grads()
+    with Runner(streams="inline") as runner, counter:
+        for i in range(len(batches)):
+            runner.run(schedules.serial(chunk.shape, 1), chunk, batches[i : i + 1], loss_grads[i : i + 1])
+            bench.clear_grads()
+    return counter.peak
+
+
+@pytest.mark.parametrize("name", ["four-layers-ep1", "dense", "alltoall-shared-ep1", "mixed-ep1", "recompute-all-ep1"])
+def test_serial_peaks_no_higher_than_plain_by_more_than_a_layer(name: str) -> None:
+    """Peak live activation bytes of the serial schedule against the plain model's."""
+    cell = by_name(name)
+    bench = Bench(cell)
+    plain, ours = _peak_of_plain(bench), _peak_of_serial(bench, bench.chunk())
+    layer = plain / len(cell.layers)
+    assert ours <= plain + layer, (plain, ours, layer)
+
+
+def sizes(names: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Peak bytes of the plain model and of the serial schedule, for those who want the numbers."""
+    benches = {name: Bench(by_name(name)) for name in names}
+    return {name: (_peak_of_plain(bench), _peak_of_serial(bench, bench.chunk())) for name, bench in benches.items()}
