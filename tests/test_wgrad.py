@@ -548,7 +548,7 @@ class TestPending:
         from layernodes.plan.chunk_run import ChunkRun  # noqa: PLC0415
 
         chunk = plan_of(Linear(3, 3))
-        monkeypatch.setattr(ChunkRun, "weight_gradients", lambda self, index: None)
+        monkeypatch.setattr(ChunkRun, "weight_gradients", lambda self, index, lane: None)
         with pytest.raises(NodeStateError, match=r"microbatch 0: L0\.mlp \(weight\)"):
             run(ONE, chunk, [torch.randn(2, 3)])
 

@@ -19,7 +19,7 @@ from tests.support.wgrads import gradients, logged, plain, plan_of, run
 from tests.support.world import use_layout
 
 
-def equal_plain(names: Sequence[str], num_random: int) -> dict[str, list[str]]:
+def equal_plain(names: Sequence[str], num_random: int, streams: str = "threads") -> dict[str, list[str]]:
     """Deferred built-in and random schedules of cells against the oracle; what differs, by case."""
     found: dict[str, list[str]] = {}
     for number, name in enumerate(names):
@@ -34,7 +34,7 @@ def equal_plain(names: Sequence[str], num_random: int) -> dict[str, list[str]]:
         }
         cases |= {f"random {i}": random_deferred_schedule(bench, 1000 * number + i) for i in range(num_random)}
         for case, schedule in cases.items():
-            differing = bench.check(schedule, streams="threads")
+            differing = bench.check(schedule, streams=streams)
             if differing:
                 found[f"{name} {case}"] = differing[:5]
     return found
@@ -74,7 +74,7 @@ class _Linear(Module):
             "config": config,
             "init_method": torch.nn.init.normal_,
             "bias": bias,
-            "skip_bias_add": False,
+            "skip_bias_add": is_expert,
             "is_expert": is_expert,
         }
         if kind == "column":
@@ -85,14 +85,20 @@ class _Linear(Module):
             torch.nn.init.normal_(self.linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.linear(x)[0]
-        return output
+        output, bias = self.linear(x)
+        return output if bias is None else output + bias
 
 
-def linears(tp: int, ep: int) -> dict[str, Any]:
+def linears() -> dict[str, Any]:
     """Every kind of parallel linear against its own autograd on two ranks, and where its products run."""
-    cell = by_name("tp2-ep2-etp1-alltoall" if ep == 2 else "tp2-ep1-etp2-alltoall")
-    use_layout(cell)
+    found: dict[str, Any] = {}
+    for ep in (1, 2):
+        use_layout(by_name("tp2-ep2-etp1-alltoall" if ep == 2 else "tp2-ep1-etp2-alltoall"))
+        found |= {f"ep={ep} {name}": value for name, value in _linears(ep).items()}
+    return found
+
+
+def _linears(ep: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in ("column", "row"):
         for sequence_parallel in (False, True):
