@@ -15,6 +15,7 @@ from layernodes.errors import (
     ScheduleError,
     ScheduleParseError,
     StepError,
+    StreamOrderError,
     UnsupportedLayerError,
     Violation,
 )
@@ -43,6 +44,7 @@ from layernodes.plan.chunk_run import ChunkRun
 from layernodes.plan.describe import LayerDescription, NodeDescription
 from layernodes.plan.generators import backward_steps, forward_steps, interleave, pair_steps
 from layernodes.plan.layer_plan import ForwardFuncs, LayerPlan
+from layernodes.plan.recording import Record, RecordingStreams, RecordKind
 from layernodes.plan.rng import RngMode
 from layernodes.plan.runner import Runner, RunResult, StreamKind
 from layernodes.plan.schedule import PairSchedule, Schedule
@@ -84,6 +86,9 @@ __all__ = [
     "PostCombineNode",
     "PreDispatchNode",
     "RankMismatchError",
+    "Record",
+    "RecordKind",
+    "RecordingStreams",
     "RngMode",
     "RunResult",
     "Runner",
@@ -96,6 +101,7 @@ __all__ = [
     "Step",
     "StepError",
     "StreamKind",
+    "StreamOrderError",
     "StreamType",
     "Timeline",
     "UnsupportedLayerError",

@@ -156,3 +156,257 @@ def random_schedule(chunk: Chunk, num_microbatches: int, rng: random.Random, mod
         done.add(step)
         result.append(step)
     return result
+
+
+class Worked(TypedDict, total=False):
+    """A timeline worked out by hand: what goes in, and every figure that must come out.
+
+    Slots are short here: a pre_dispatch_computation, d moe_dispatch, m mlp, c moe_combine, t mtp_post_process.
+    """
+
+    name: str
+    steps: str
+    pair: bool
+    costs: dict[str, dict[str, tuple[int, ...]]]  # by kind and slot: F, B, W, activation bytes, wgrad bytes
+    layers: dict[int, dict[str, tuple[int, ...]]]  # the same for single layers
+    ends: dict[str, tuple[int, ...]]
+    slowdown: int
+    queues: int
+    spans: str  # start-end of each step, in the order of the steps
+    makespan: int
+    busy: tuple[int, int]  # compute, communication
+    exposed: dict[str, tuple[int, str]]  # seconds, and who waits
+    critical: str
+    peak: tuple[int, int]  # bytes, slots
+
+
+LONG = {
+    "a": "pre_dispatch_computation",
+    "d": "moe_dispatch",
+    "m": "mlp",
+    "c": "moe_combine",
+    "t": "mtp_post_process",
+}
+
+
+def long(text: str) -> str:
+    """Step texts with their slots spelt out."""
+    parts = [word.rpartition(".") for word in text.split()]
+    return " ".join(f"{head}.{LONG.get(slot, slot)}" for head, _, slot in parts)
+
+
+_TRAIN = {
+    "moe": {"a": (2, 3, 1, 10, 7), "d": (3, 3, 0, 20, 0), "m": (4, 5, 2, 30, 5), "c": (1, 1, 0, 40, 0)},
+    "dense": {"a": (2, 3, 1, 10, 7), "m": (4, 5, 2, 30, 5)},
+}
+_NO_COMBINE = {"moe": {"a": (1,), "d": (5,), "m": (2,)}}
+
+WORKED: list[Worked] = [
+    {
+        "name": "forward of one layer: nothing overlaps",
+        "steps": "F0.L0.a F0.L0.d F0.L0.m F0.L0.c",
+        "costs": _TRAIN,
+        "spans": "0-2 2-5 5-9 9-10",
+        "makespan": 10,
+        "busy": (6, 4),
+        "exposed": {"F0.L0.d": (3, "F0.L0.m"), "F0.L0.c": (1, "end")},
+        "critical": "F0.L0.a F0.L0.d F0.L0.m F0.L0.c",
+        "peak": (0, 0),
+    },
+    {
+        "name": "weight gradients with B",
+        "steps": "F0.L0.a F0.L0.d F0.L0.m F0.L0.c B0.L0.c B0.L0.m B0.L0.d B0.L0.a",
+        "costs": _TRAIN,
+        "spans": "0-2 2-5 5-9 9-10 10-11 11-18 18-21 21-25",
+        "makespan": 25,
+        "busy": (17, 8),
+        "exposed": {
+            "F0.L0.d": (3, "F0.L0.m"),
+            "F0.L0.c": (1, "B0.L0.m"),
+            "B0.L0.c": (1, "B0.L0.m"),
+            "B0.L0.d": (3, "B0.L0.a"),
+        },
+        "critical": "F0.L0.a F0.L0.d F0.L0.m F0.L0.c B0.L0.c B0.L0.m B0.L0.d B0.L0.a",
+        "peak": (100, 4),
+    },
+    {
+        "name": "weight gradients at the end",
+        "steps": "F0.L0.a F0.L0.d F0.L0.m F0.L0.c B0.L0.c B0.L0.m B0.L0.d B0.L0.a W0.L0.m W0.L0.a",
+        "costs": _TRAIN,
+        "spans": "0-2 2-5 5-9 9-10 10-11 11-16 16-19 19-22 22-24 24-25",
+        "makespan": 25,
+        "busy": (17, 8),
+        "exposed": {
+            "F0.L0.d": (3, "F0.L0.m"),
+            "F0.L0.c": (1, "B0.L0.m"),
+            "B0.L0.c": (1, "B0.L0.m"),
+            "B0.L0.d": (3, "B0.L0.a"),
+        },
+        "critical": "F0.L0.a F0.L0.d F0.L0.m F0.L0.c B0.L0.c B0.L0.m B0.L0.d B0.L0.a W0.L0.m W0.L0.a",
+        "peak": (100, 4),
+    },
+    {
+        "name": "weight gradients beside the next communication",
+        "steps": "F0.L0.a F0.L0.d F0.L0.m F0.L0.c B0.L0.c B0.L0.m B0.L0.d W0.L0.m B0.L0.a W0.L0.a",
+        "costs": _TRAIN,
+        "spans": "0-2 2-5 5-9 9-10 10-11 11-16 16-19 16-18 19-22 22-23",
+        "makespan": 23,
+        "busy": (17, 8),
+        "exposed": {
+            "F0.L0.d": (3, "F0.L0.m"),
+            "F0.L0.c": (1, "B0.L0.m"),
+            "B0.L0.c": (1, "B0.L0.m"),
+            "B0.L0.d": (1, "B0.L0.a"),
+        },
+        "critical": "F0.L0.a F0.L0.d F0.L0.m F0.L0.c B0.L0.c B0.L0.m B0.L0.d B0.L0.a W0.L0.a",
+        "peak": (100, 4),
+    },
+    {
+        "name": "two forwards interleaved over two layers of equal slots",
+        "steps": "F0.L0.a F0.L0.d F1.L0.a F1.L0.d F0.L0.m F0.L0.c F1.L0.m F1.L0.c "
+        "F0.L1.a F0.L1.d F1.L1.a F1.L1.d F0.L1.m F0.L1.c F1.L1.m F1.L1.c",
+        "costs": {"moe": {"a": (2,), "d": (2,), "m": (2,), "c": (2,)}},
+        "spans": "0-2 2-4 2-4 4-6 4-6 6-8 6-8 8-10 8-10 10-12 10-12 12-14 12-14 14-16 14-16 16-18",
+        "makespan": 18,
+        "busy": (16, 16),
+        "exposed": {"F1.L1.c": (2, "end")},
+        "critical": "F0.L0.a F1.L0.a F1.L0.d F1.L0.m F1.L0.c F1.L1.a F1.L1.d F1.L1.m F1.L1.c",
+        "peak": (0, 0),
+    },
+    {
+        "name": "a stream is a FIFO: what is ready waits behind what stands before it",
+        "steps": "F0.L0.a F1.L0.a F1.L0.d F0.L0.d F0.L0.m F1.L0.m F0.L0.c F1.L0.c",
+        "costs": {"moe": {"a": (1,), "d": (4,), "m": (2,), "c": (1,)}},
+        "spans": "0-1 1-2 2-6 6-10 10-12 12-14 12-13 14-15",
+        "makespan": 15,
+        "busy": (6, 10),
+        "exposed": {"F1.L0.d": (4, "F0.L0.m"), "F0.L0.d": (4, "F0.L0.m"), "F1.L0.c": (1, "end")},
+        "critical": "F0.L0.a F1.L0.a F1.L0.d F0.L0.d F0.L0.m F1.L0.m F1.L0.c",
+        "peak": (0, 0),
+    },
+    {
+        "name": "a pair in Megatron-Core's order: everything is hidden",
+        "steps": "B1.L0.c F0.L0.a B1.L0.m F0.L0.d W1.L0.m B1.L0.d F0.L0.m F0.L0.c B1.L0.a W1.L0.a",
+        "pair": True,
+        "costs": _TRAIN,
+        "spans": "0-1 0-2 2-7 2-5 7-9 7-10 9-13 13-14 13-16 16-17",
+        "makespan": 17,
+        "busy": (17, 8),
+        "exposed": {},
+        "critical": "F0.L0.a B1.L0.m W1.L0.m F0.L0.m B1.L0.a W1.L0.a",
+        "peak": (117, 5),
+    },
+    {
+        "name": "a dense and a MoE layer between the chunk's ends",
+        "steps": "F0.pre_process F0.L0.a F0.L0.m F0.L1.a F0.L1.d F0.L1.m F0.L1.c F0.post_process "
+        "B0.post_process B0.L1.c B0.L1.m B0.L1.d B0.L1.a B0.L0.m B0.L0.a B0.pre_process",
+        "costs": {
+            "dense": {"a": (2, 2, 2, 1, 0), "m": (3, 3, 3, 2, 0)},
+            "moe": {"a": (1, 1, 1, 3, 0), "d": (2, 2), "m": (3, 3, 3, 4, 0), "c": (2, 2)},
+        },
+        "ends": {"pre_process": (1, 1, 0, 5), "post_process": (2, 2, 0, 6)},
+        "spans": "0-1 1-3 3-6 6-7 7-9 9-12 12-14 14-16 16-18 18-20 20-26 26-28 28-30 30-36 36-40 40-41",
+        "makespan": 41,
+        "busy": (33, 8),
+        "exposed": {
+            "F0.L1.d": (2, "F0.L1.m"),
+            "F0.L1.c": (2, "F0.post_process"),
+            "B0.L1.c": (2, "B0.L1.m"),
+            "B0.L1.d": (2, "B0.L1.a"),
+        },
+        "critical": "F0.pre_process F0.L0.a F0.L0.m F0.L1.a F0.L1.d F0.L1.m F0.L1.c F0.post_process "
+        "B0.post_process B0.L1.c B0.L1.m B0.L1.d B0.L1.a B0.L0.m B0.L0.a B0.pre_process",
+        "peak": (21, 8),
+    },
+    {
+        "name": "three microbatches behind a slow link",
+        "steps": "F0.L0.a F0.L0.d F1.L0.a F1.L0.d F2.L0.a F2.L0.d F0.L0.m F1.L0.m F2.L0.m",
+        "costs": _NO_COMBINE,
+        "spans": "0-1 1-6 1-2 6-11 2-3 11-16 6-8 11-13 16-18",
+        "makespan": 18,
+        "busy": (9, 15),
+        "exposed": {"F0.L0.d": (3, "F0.L0.m"), "F1.L0.d": (3, "F1.L0.m"), "F2.L0.d": (3, "F2.L0.m")},
+        "critical": "F0.L0.a F0.L0.d F1.L0.d F2.L0.d F2.L0.m",
+        "peak": (0, 0),
+    },
+    {
+        "name": "the same from one hardware queue: launching waits for the start of the step before",
+        "steps": "F0.L0.a F0.L0.d F1.L0.a F1.L0.d F2.L0.a F2.L0.d F0.L0.m F1.L0.m F2.L0.m",
+        "costs": _NO_COMBINE,
+        "queues": 1,
+        "spans": "0-1 1-6 1-2 6-11 6-7 11-16 11-13 13-15 16-18",
+        "makespan": 18,
+        "busy": (9, 15),
+        "exposed": {"F0.L0.d": (4, "F2.L0.a"), "F1.L0.d": (4, "F0.L0.m"), "F2.L0.d": (1, "F2.L0.m")},
+        "critical": "F0.L0.a F0.L0.d F1.L0.d F2.L0.d F2.L0.m",
+        "peak": (0, 0),
+    },
+    {
+        "name": "one hardware queue on the critical path: F2's attention is held up by a launch alone",
+        "steps": "F0.L0.a F0.L0.d F1.L0.a F1.L0.d F2.L0.a",
+        "costs": {"moe": {"a": (6,), "d": (8,)}},
+        "queues": 1,
+        "spans": "0-6 6-14 6-12 14-22 14-20",
+        "makespan": 22,
+        "busy": (18, 16),
+        "exposed": {"F0.L0.d": (2, "F2.L0.a"), "F1.L0.d": (2, "end")},
+        "critical": "F0.L0.a F0.L0.d F1.L0.d",
+        "peak": (0, 0),
+    },
+    {
+        "name": "computation at half speed while communication runs",
+        "steps": "F0.L0.a F0.L0.d F1.L0.a F1.L0.d F0.L0.m F1.L0.m",
+        "costs": {"moe": {"a": (4,), "d": (2,), "m": (2,)}},
+        "slowdown": 2,
+        "spans": "0-4 4-6 4-9 9-11 9-12 12-14",
+        "makespan": 14,
+        "busy": (14, 4),
+        "exposed": {},
+        "critical": "F0.L0.a F1.L0.a F0.L0.m F1.L0.m",
+        "peak": (0, 0),
+    },
+    {
+        "name": "two microbatches forward, then backward, with W",
+        "steps": "F0.L0.a F0.L0.d F1.L0.a F1.L0.d F0.L0.m F0.L0.c F1.L0.m F1.L0.c B0.L0.c B1.L0.c B0.L0.m B0.L0.d "
+        "B1.L0.m B1.L0.d W0.L0.m B0.L0.a W1.L0.m B1.L0.a W0.L0.a W1.L0.a",
+        "costs": {
+            "moe": {"a": (1, 2, 1, 10, 7), "d": (2, 2, 0, 20), "m": (2, 3, 2, 30, 5), "c": (1, 1, 0, 40)},
+        },
+        "spans": "0-1 1-3 1-2 3-5 3-5 5-6 5-7 7-8 8-9 9-10 9-12 12-14 12-15 15-17 15-17 17-19 19-21 21-23 23-24 24-25",
+        "makespan": 25,
+        "busy": (22, 12),
+        "exposed": {"F0.L0.d": (1, "F0.L0.m"), "F1.L0.c": (1, "B0.L0.m"), "B0.L0.c": (1, "B0.L0.m")},
+        "critical": "F0.L0.a F0.L0.d F1.L0.d F1.L0.m F1.L0.c B0.L0.c B0.L0.m B1.L0.m W0.L0.m B0.L0.a W1.L0.m B1.L0.a "
+        "W0.L0.a W1.L0.a",
+        "peak": (200, 8),
+    },
+    {
+        "name": "an MTP layer",
+        "steps": "F0.L0.a F0.L0.d F0.L0.m F0.L0.c F0.L0.t B0.L0.t B0.L0.c B0.L0.m B0.L0.d B0.L0.a",
+        "costs": {"moe": {"a": (1, 1), "d": (2, 2), "m": (3, 3), "c": (1, 1), "t": (2, 4)}},
+        "spans": "0-1 1-3 3-6 6-7 7-9 9-13 13-14 14-17 17-19 19-20",
+        "makespan": 20,
+        "busy": (14, 6),
+        "exposed": {
+            "F0.L0.d": (2, "F0.L0.m"),
+            "F0.L0.c": (1, "F0.L0.t"),
+            "B0.L0.c": (1, "B0.L0.m"),
+            "B0.L0.d": (2, "B0.L0.a"),
+        },
+        "critical": "F0.L0.a F0.L0.d F0.L0.m F0.L0.c F0.L0.t B0.L0.t B0.L0.c B0.L0.m B0.L0.d B0.L0.a",
+        "peak": (0, 5),
+    },
+    {
+        "name": "one layer with costs of its own, reached while the other microbatch still communicates",
+        "steps": "F0.L0.a F0.L0.d F0.L0.m F0.L0.c F0.L1.a F1.L0.a F0.L1.d F1.L0.d F0.L1.m F1.L0.m F0.L1.c",
+        "costs": {"moe": {"a": (1,), "d": (1,), "m": (1,), "c": (1,)}},
+        "layers": {1: {"m": (10,), "d": (4,)}},
+        "spans": "0-1 1-2 2-3 3-4 4-5 5-6 5-9 9-10 9-19 19-20 19-20",
+        "makespan": 20,
+        "busy": (15, 8),
+        "exposed": {"F0.L0.d": (1, "F0.L0.m"), "F0.L0.c": (1, "F0.L1.a"), "F0.L1.d": (3, "F0.L1.m")},
+        "critical": "F0.L0.a F0.L0.d F0.L0.m F0.L0.c F0.L1.a F0.L1.d F0.L1.m F0.L1.c",
+        "peak": (0, 0),
+    },
+]
+"""Fifteen timelines worked out by hand."""

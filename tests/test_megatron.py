@@ -32,6 +32,7 @@ from tests.support.configs import CELLS, Cell, by_name
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
 from tests.support.further import FURTHER
 from tests.support.handed import HANDED, handed_over
+from tests.support.slots import assert_equal_gradients
 from tests.support.world import LAYERNODES, run_cells, use_layout
 
 pytestmark = MEGATRON_WORLD
@@ -534,6 +535,58 @@ class TestModel:
             found.append(({n: p.main_grad.clone() for n, p in model.named_parameters()}, counts))
         assert found[0][1] == found[1][1]
         assert all(torch.equal(found[0][0][name], found[1][0][name]) for name in found[0][0])
+
+
+class TestShapesOfChunks:
+    """Chunks of different length in one pass, and chunks of one decoder layer or none."""
+
+    @pytest.mark.parametrize(("forward_layers", "backward_layers"), [("MDM", "M"), ("D", "MMD"), ("M", "D")])
+    def test_pairs_of_different_length(self, forward_layers: str, backward_layers: str) -> None:
+        """The forward of one chunk runs against the backward of a shorter or longer one; each is its own plain run."""
+        cells = [replace(by_name("alltoall-moe-ep1"), layers=layers) for layers in (forward_layers, backward_layers)]
+        expected = [_plain_results(make_model(cell), make_microbatches(cell)[0]) for cell in cells]
+        models = [make_model(cell) for cell in cells]
+        first, second = (make_microbatches(cell)[0] for cell in cells)
+        with layernodes.install():
+            forward = models[0].build_schedule_plan(**first.inputs)
+            backward = models[1].build_schedule_plan(**second.inputs)
+            outputs = [type(backward).run(backward, None)]
+            outputs.insert(0, type(forward).run(forward, backward, b_grad=second.output_grad))
+            type(forward).run(None, forward, b_grad=first.output_grad)
+        for model, output, (plain_output, grads) in zip(models, outputs, expected, strict=True):
+            assert torch.equal(output, plain_output)
+            assert_equal_gradients(grads, {name: p.grad for name, p in model.named_parameters()})
+
+    @pytest.mark.parametrize("name", ["one-layer-ep1", "mtp-aux-ep1", "no-final-norm-ep1", "last-chunk-ep1"])
+    def test_no_decoder_layer(self, name: str) -> None:
+        """A chunk without decoder layers, with its final norm, with MTP: the norm is applied once."""
+        cell = by_name(name)
+        found = []
+        for plain in (True, False):
+            model, microbatch = make_model(cell), make_microbatches(cell)[0]
+            model.decoder.layers = nn.ModuleList()
+            calls = [0]
+            if model.decoder.final_layernorm is not None:
+                model.decoder.final_layernorm.register_forward_hook(lambda *_, c=calls: c.__setitem__(0, c[0] + 1))
+            if microbatch.hidden_states is not None:
+                model.set_input_tensor(microbatch.hidden_states)
+            if plain:
+                found.append((*_plain_results(model, microbatch), calls))
+                continue
+            with layernodes.install():
+                plan = model.build_schedule_plan(**microbatch.inputs)
+                output = type(plan).run(plan, None)
+                type(plan).run(None, plan, b_grad=microbatch.output_grad)
+            found.append((output.detach(), {n: p.grad for n, p in model.named_parameters()}, calls))
+        assert torch.equal(found[0][0], found[1][0])
+        assert_equal_gradients(found[0][1], found[1][1])
+        assert found[0][2] == found[1][2]
+
+
+def _plain_results(model: Any, microbatch: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
+    output = model(**microbatch.inputs)
+    output.backward(microbatch.output_grad)
+    return output.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
 def _biased(monkeypatch: pytest.MonkeyPatch) -> Any:

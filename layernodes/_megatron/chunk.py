@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from layernodes._megatron.chunk_ends import post_process, pre_process
 from layernodes._megatron.shared_parameters import SharedParameters
-from layernodes._megatron.support import check_block_kwargs, check_padding_mask
+from layernodes._megatron.support import check_block_kwargs, check_decoder, check_padding_mask
 from layernodes.errors import UnsupportedLayerError
 from layernodes.wgrad import Site
 
@@ -45,6 +45,7 @@ class GPTChunk:
 
     def __init__(self, model: Module) -> None:
         self.model, self._float16 = _unwrap(model)
+        check_decoder(self.model.decoder)
         self.decoder_layers: tuple[Module, ...] = tuple(self.model.decoder.layers)
         mtp = getattr(self.model, "mtp", None)
         self.mtp_layers: tuple[Module, ...] = ()

@@ -15,7 +15,7 @@ All of them work on a ``LayerPass``: one microbatch's private view of the layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
@@ -32,8 +32,16 @@ from torch import Tensor
 from layernodes._megatron.calls import ModuleCall
 from layernodes._megatron.decoder import end_decoder, layer_arguments
 from layernodes._megatron.overlapped_experts import run_overlapped_shared_experts
-from layernodes._megatron.private import adopt, private_layer, private_moe, seal
+from layernodes._megatron.private import (
+    PrivateAllGatherDispatcher,
+    adopt,
+    private_layer,
+    private_moe,
+    private_tensors,
+    seal,
+)
 from layernodes._megatron.streams import current_device_stream
+from layernodes.lane import tensors_in
 from layernodes.state import NodeContext
 
 
@@ -60,6 +68,13 @@ class LayerPass:
     context: Tensor | None = None
     call: ModuleCall | None = None
     moe_calls: list[ModuleCall | None] = field(default_factory=list)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors on the private views, those that a recompute needs included."""
+        yield from tensors_in((self.padding_mask, self.context))
+        yield from private_tensors(self.layer)
+        for moe in self.moes:
+            yield from private_tensors(moe)
 
 
 class Routed(NamedTuple):
@@ -286,6 +301,8 @@ class LayerParts:
     def _replay(self, ctx: NodeContext, hidden: Tensor) -> tuple[LayerPass, Routed]:
         """Replay the layer's CUDA graphs up to dispatch, as ``submodule_pre_dispatch_forward`` does."""
         arguments = layer_arguments(ctx, hidden)
+        if getattr(self.layer, "backward_dw_wrapper", None) is None:  # nobody defers weight gradients here
+            self.layer.init_backward_dw_wrapper()
         self.layer.set_te_cuda_graph_backward_dw_wrapper()
         layer_pass = LayerPass(layer=private_layer(self.layer), padding_mask=arguments["padding_mask"])
         if self.moe is not None:
@@ -325,8 +342,10 @@ def _with_mlp(layer: TransformerLayer, moe: MoELayer) -> TransformerLayer:
 
 
 def _gathers_into_global_buffer(dispatcher: Any) -> bool:
-    """Whether dispatch leaves its tokens in the buffer that all of the process shares."""
-    return isinstance(dispatcher, MoEAllGatherTokenDispatcher) and (dispatcher.tp_size > 1 or dispatcher.ep_size > 1)
+    """Whether dispatch leaves its tokens in the buffer that all of the process shares: that of a subclass may."""
+    if isinstance(dispatcher, PrivateAllGatherDispatcher) or not isinstance(dispatcher, MoEAllGatherTokenDispatcher):
+        return False
+    return bool(dispatcher.tp_size > 1 or dispatcher.ep_size > 1)
 
 
 class _OwnGradient(torch.autograd.Function):

@@ -2,8 +2,7 @@
 
 Mirrors ``MultiTokenPredictionBlock.forward`` and ``MultiTokenPredictionLayer.forward`` of megatron-core 0.19. Between
 the layers of a block the hidden states of all depths travel as one tensor, ``[(1 + depth) * s, b, h]``, which is what
-the
-block returns in the end: no tensor reaches a layer by another way.
+the block returns in the end: no tensor reaches a layer by another way.
 """
 
 from __future__ import annotations

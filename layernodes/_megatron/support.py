@@ -9,6 +9,7 @@ from megatron.core.enums import Fp8Recipe
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
 from layernodes.errors import UnsupportedLayerError
@@ -68,6 +69,11 @@ def notes_on(layer: Any) -> tuple[str, ...]:
             "recompute of 'moe' is not done: it would exchange tokens again; recompute 'moe_act', 'layernorm' instead",
         )
     return ()
+
+
+def check_decoder(decoder: Any) -> None:
+    """Raise UnsupportedLayerError for a decoder block with a ``forward`` of its own, which would not be called."""
+    _check_override(decoder, "forward", TransformerBlock)
 
 
 def check_block_kwargs(extra_block_kwargs: dict[str, Any] | None) -> None:

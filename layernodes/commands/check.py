@@ -1,53 +1,54 @@
-"""``layernodes check``: says whether a schedule in a file is valid, and if not, everything that is wrong with it."""
+"""``layernodes check``: whether a schedule may run on a chunk, and if not, everything that is wrong with it."""
 
 from __future__ import annotations
 
-import json
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
-from pathlib import Path
 from typing import Final
 
-from layernodes.command import Command, UsageError, Write
-from layernodes.commands.shapes import add_shape_arguments, shape_of
+from layernodes.command import Command, Write
+from layernodes.commands.common import add_json, add_schedule, schedule_of, shape_of, write_json
 from layernodes.errors import ScheduleError
-from layernodes.plan.schedule import Schedule
-from layernodes.plan.validate import validate
+from layernodes.plan.schedule import PairSchedule
+from layernodes.plan.validate import validate, validate_pair
+from layernodes.slots import Phase
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="a schedule, .txt or .json")
-    add_shape_arguments(parser)
-    parser.add_argument("--forward-only", action="store_true", help="the schedule has no backward")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_schedule(parser)
+    parser.add_argument("--forward", action="store_true", help="the schedule is forward only")
+    add_json(parser)
 
 
-def _run(options: Namespace, write: Write) -> int:
-    if not options.file.is_file():
-        raise UsageError(f"there is no file {options.file}")
-    shape = shape_of(options)
-    error: ScheduleError | None = None
-    steps = 0
+def _run(args: Namespace, write: Write) -> int:
+    """Validate; 1 if the schedule is invalid."""
+    schedule, shape = schedule_of(args), shape_of(args)
+    forward = args.forward or args.schedule == "forward_only"
     try:
-        schedule = Schedule.load(options.file)
-        steps = len(schedule)
-        validate(schedule, shape, options.microbatches, "forward" if options.forward_only else "train")
-    except ScheduleError as found:
-        error = found
-    if options.json:
-        violations = [] if error is None else [asdict(violation) for violation in error.violations]
-        report = {"valid": error is None, "steps": steps, "error": error and str(error), "violations": violations}
-        write(json.dumps(report, indent=2))
-    elif error is None:
-        write(f"valid: {steps} steps, {options.microbatches} microbatches over {shape}")
+        if isinstance(schedule, PairSchedule):
+            phases = {step.phase for step in schedule}
+            validate_pair(
+                schedule, shape if Phase.F in phases else None, shape if phases - {Phase.F} or not phases else None
+            )
+        else:
+            validate(schedule, shape, args.microbatches, mode="forward" if forward else "train")
+    except ScheduleError as error:
+        if args.json:
+            write_json(write, {"valid": False, "violations": [asdict(violation) for violation in error.violations]})
+        else:
+            write(f"invalid: {error}")
+        return 1
+    if args.json:
+        write_json(write, {"valid": True, "violations": []})
     else:
-        write(f"not valid for {options.microbatches} microbatches over {shape}\n\n{error}")
-    return 0 if error is None else 1
+        what = "pair" if isinstance(schedule, PairSchedule) else f"{args.microbatches} microbatches"
+        write(f"valid: {len(schedule)} steps for {shape}, {what}")
+    return 0
 
 
 CHECK: Final = Command(
     name="check",
-    summary="say whether a schedule in a file is valid, and if not, everything that is wrong with it",
+    summary="say whether a schedule is valid, and if not, everything that is wrong with it",
     add_arguments=_add_arguments,
     run=_run,
 )

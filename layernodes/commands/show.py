@@ -6,24 +6,26 @@ from argparse import ArgumentParser, Namespace
 from typing import Final
 
 from layernodes.command import Command, Write
-from layernodes.commands.run import load_schedule
-from layernodes.commands.shapes import add_shape_arguments, shape_of
-from layernodes.plan.wgrad import WgradPlace
+from layernodes.commands.common import add_json, add_schedule, schedule_of
+from layernodes.plan.infer import infer_shape
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("schedule", metavar="NAME|FILE", help="a built-in schedule, or a .txt or .json file")
-    add_shape_arguments(parser)
-    places = [str(place) for place in WgradPlace]
-    parser.add_argument("--wgrad-place", choices=places, default="after_b", help="where a built-in puts its W steps")
+    add_schedule(parser)
     parser.add_argument("--text", action="store_true", help="print the steps, as a file would hold them")
-    parser.add_argument("--json", action="store_true", help="print the schedule as JSON")
+    add_json(parser)
 
 
 def _run(options: Namespace, write: Write) -> int:
-    shape = shape_of(options)
-    schedule = load_schedule(options.schedule, shape, options.microbatches, WgradPlace(options.wgrad_place))
-    write(schedule.to_json() if options.json else str(schedule) if options.text else schedule.grid(shape))
+    schedule = schedule_of(options)
+    if options.json:
+        write(schedule.to_json())
+    elif options.text:
+        write(str(schedule))
+    else:
+        count = len({step.microbatch for step in schedule})
+        write(f"{infer_shape(schedule)}; {count} microbatch{'es' * (count != 1)}, {len(schedule)} steps")
+        write(schedule.grid())
     return 0
 
 

@@ -8,9 +8,10 @@ from typing import Any, final
 
 from torch.autograd import profiler
 
-from layernodes.errors import RankMismatchError, StepError
+from layernodes.errors import RankMismatchError, StepError, StreamOrderError
 from layernodes.lane import Lane
 from layernodes.plan.chunk_run import ChunkRun
+from layernodes.plan.collectives import CollectiveWatch
 from layernodes.plan.program import Call, Op
 from layernodes.plan.ranks import PendingCheck
 from layernodes.plan.rng import StepGenerators
@@ -31,6 +32,7 @@ class Performance:
         calls: the trainer's functions.
         pending: the ranks' comparison of schedules, to be awaited before the first communication step.
         generators: what random numbers are drawn from in mode ``per_step``.
+        watch: notes on which streams collectives are issued; None where an earlier run has shown it.
         before_step, after_step: called around each step.
         completed: texts of the steps done, in order of completion.
     """
@@ -40,6 +42,7 @@ class Performance:
     calls: Mapping[Call, Callable[[], None]] | None
     pending: PendingCheck | None
     generators: StepGenerators | None
+    watch: CollectiveWatch | None
     before_step: StepCallback | None
     after_step: StepCallback | None
     completed: list[str] = field(default_factory=list)
@@ -49,12 +52,16 @@ class Performance:
         try:
             if self.pending is not None and op.communicates:
                 self.pending.wait()
+            if self.watch is not None:
+                self.watch.begin(op)
             if profiler._is_profiler_enabled:  # on any thread; that of the thread itself may be unaware
                 with profiler.record_function(op.text):
                     self._run(op, lane)
             else:
                 self._run(op, lane)
-        except RankMismatchError:
+            if self.watch is not None:
+                self.watch.end(op)
+        except (RankMismatchError, StreamOrderError):
             raise
         except Exception as error:
             raise self._step_error(op, error) from error

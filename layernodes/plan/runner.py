@@ -25,9 +25,11 @@ from torch.distributed import ProcessGroup
 from layernodes.errors import NodeStateError, ScheduleError
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import ChunkRun
+from layernodes.plan.collectives import CollectiveWatch
 from layernodes.plan.performance import Performance, StepCallback
 from layernodes.plan.program import LANES, Call, Op, Program, compile_steps
 from layernodes.plan.ranks import RankCheck, fingerprint
+from layernodes.plan.recording import RecordingStreams
 from layernodes.plan.rng import RngMode, StepGenerators
 from layernodes.plan.rules import Mode, Rules
 from layernodes.plan.schedule import PairSchedule, Schedule
@@ -44,6 +46,7 @@ class StreamKind(StrEnum):
     CUDA = "cuda"
     THREADS = "threads"
     INLINE = "inline"
+    RECORDING = "recording"
 
 
 @final
@@ -72,7 +75,8 @@ class Runner:
     """Runs schedules. Use it as a context manager, or ``close`` it.
 
     Args:
-        streams: ``"auto"``, ``"cuda"`` (any accelerator), ``"threads"`` or ``"inline"``.
+        streams: ``"auto"``, ``"cuda"`` (any accelerator), ``"threads"``, ``"inline"`` or ``"recording"``; or an object,
+            such as ``RecordingStreams()``, of which the caller keeps hold.
         rng: ``"plain"``: random numbers are drawn in the order in which steps run; ``"per_step"``: each step's depend
         on the
             state at the start, its microbatch, layer and slot alone, so that every order gives the same bits.
@@ -85,13 +89,13 @@ class Runner:
 
     def __init__(
         self,
-        streams: StreamKind | str = StreamKind.AUTO,
+        streams: StreamKind | str | Streams[Op] = StreamKind.AUTO,
         *,
         rng: RngMode | str = RngMode.PLAIN,
         before_step: StepCallback | None = None,
         after_step: StepCallback | None = None,
     ) -> None:
-        self._streams = _make_streams(StreamKind(streams))
+        self._streams = _make_streams(StreamKind(streams)) if isinstance(streams, str) else streams
         self._rng = RngMode(rng)
         self._before_step = before_step
         self._after_step = after_step
@@ -224,6 +228,7 @@ class Runner:
             calls=calls,
             pending=pending,
             generators=generators,
+            watch=CollectiveWatch() if groups and not compiled.is_watched else None,
             before_step=self._before_step,
             after_step=self._after_step,
         )
@@ -234,6 +239,7 @@ class Runner:
                 generators.leave()
         if pending is not None:
             pending.wait()
+        compiled.is_watched = True
         return spans
 
     def _compile_schedule(self, schedule: Schedule, chunk: ChunkPlan, num_microbatches: int, mode: Mode) -> _Compiled:
@@ -275,13 +281,20 @@ class Runner:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Compiled:
-    """A program, with what it was compiled from, kept so that the ids that it is filed under stay theirs."""
+    """A program, with what it was compiled from, kept so that the ids that it is filed under stay theirs.
+
+    Attributes:
+        program, fingerprint: the program, and what tells it from that of another rank.
+        sources: the schedule and the chunks.
+        is_watched: whether a run of it has shown on which streams its collectives are issued.
+    """
 
     program: Program
     fingerprint: Tensor
     sources: tuple[object, ...]
+    is_watched: bool = False
 
 
 def _check_drained(runs: Sequence[ChunkRun | None]) -> None:
@@ -308,6 +321,8 @@ def _groups_of(chunks: Iterable[ChunkPlan | None]) -> list[ProcessGroup]:
 def _make_streams(kind: StreamKind) -> Streams[Op]:
     if kind is StreamKind.INLINE:
         return InlineStreams()
+    if kind is StreamKind.RECORDING:
+        return RecordingStreams()
     if kind is StreamKind.THREADS:
         return ThreadStreams()
     if kind is StreamKind.CUDA or torch.accelerator.is_available():

@@ -1,0 +1,94 @@
+"""Ready-made schedules to start an optimization from, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from layernodes.plan import pairs, schedules
+from layernodes.plan.generators import EARLY_RELEASE_ORDER, MEGATRON_ORDER, backward_steps, forward_steps
+from layernodes.plan.schedule import PairSchedule, Schedule
+from layernodes.plan.shape import ChunkShape
+from layernodes.plan.step import Step
+from layernodes.plan.wgrad import WgradPlace, place_wgrad
+from layernodes.slots import Phase
+
+_ORDERS = {"combined_1f1b": MEGATRON_ORDER, "combined_1f1b early_release": EARLY_RELEASE_ORDER}
+
+
+class Candidate(NamedTuple):
+    """A schedule's steps, with a name for people."""
+
+    name: str
+    steps: Sequence[Step]
+
+
+def built_in_candidates(shape: ChunkShape, num_microbatches: int, *, trains: bool) -> Iterator[Candidate]:
+    """The built-in schedules of a chunk, those that users know first."""
+    if not trains:
+        for group in (1, 2, 3):
+            yield Candidate(
+                f"forward_only group={group}", schedules.forward_only(shape, num_microbatches, group=group).steps
+            )
+        return
+    plain = [("serial", schedules.serial(shape, num_microbatches).steps)]
+    for name, order in _ORDERS.items():
+        steps = schedules.combined_1f1b(shape, num_microbatches, order=order, megatron_wgrad=True).steps
+        plain.append((name, steps))
+    for group in (2, 3):
+        steps = schedules.forward_forward(shape, num_microbatches, group=group).steps
+        plain.append((f"forward_forward group={group}", steps))
+    for name, steps in plain:
+        yield Candidate(name, steps)
+    for name, steps in plain:
+        yield from with_wgrad(name, steps, shape, shape)
+
+
+def built_in_pair_candidates(
+    forward_shape: ChunkShape | None, backward_shape: ChunkShape | None
+) -> Iterator[Candidate]:
+    """The built-in pairs, and the backward before the forward, which holds the fewest activations."""
+    plain = [("serial", pairs.serial(forward_shape, backward_shape).steps)]
+    for name, order in _ORDERS.items():
+        steps = pairs.combined_1f1b(forward_shape, backward_shape, order=order, megatron_wgrad=True).steps
+        plain.append((name, steps))
+    backward = () if backward_shape is None else backward_steps(backward_shape, 1)
+    forward = () if forward_shape is None else forward_steps(forward_shape, 0)
+    plain.append(("backward first", (*backward, *forward)))
+    for name, steps in plain:
+        yield Candidate(name, steps)
+    for name, steps in plain:
+        yield from with_wgrad(name, steps, forward_shape, backward_shape)
+
+
+def repeated_turn(shape: ChunkShape, num_microbatches: int, turn: PairSchedule) -> Candidate:
+    """A pair repeated: each microbatch's forward beside the backward of the one before it."""
+    last = num_microbatches - 1
+    steps = chain(
+        forward_steps(shape, 0),
+        (
+            Step(step.phase, m + 1 if step.phase is Phase.F else m, step.layer, step.slot)
+            for m in range(last)
+            for step in turn
+        ),
+        backward_steps(shape, last),
+    )
+    return Candidate("the best pair, repeated", tuple(steps))
+
+
+def repeated_group(shape: ChunkShape, num_microbatches: int, group: Schedule) -> Candidate:
+    """A schedule of two microbatches repeated; an odd last microbatch runs alone."""
+    groups = (group.shift(first) for first in range(0, num_microbatches - 1, 2))
+    last = schedules.serial(shape, 1).shift(num_microbatches - 1) if num_microbatches % 2 else Schedule()
+    return Candidate("the best group of two, repeated", tuple(chain(*groups, last)))
+
+
+def with_wgrad(
+    name: str, steps: Sequence[Step], forward_shape: ChunkShape | None, backward_shape: ChunkShape | None
+) -> Iterator[Candidate]:
+    if backward_shape is None or not any(backward_shape.wgrad_slots):
+        return
+    for place in WgradPlace:
+        placed = place_wgrad(steps, forward_shape=forward_shape, backward_shape=backward_shape, place=place)
+        yield Candidate(f"{name}, W {place}", tuple(placed))

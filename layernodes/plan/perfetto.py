@@ -1,0 +1,74 @@
+"""A timeline in Chrome's JSON trace format, which ui.perfetto.dev and chrome://tracing open.
+
+One process with a thread for each stream, a slice a step, and, where bytes are known,
+a counter of live activations. Times are in microseconds from the first start.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from layernodes.plan.memory import live_bytes
+from layernodes.slots import StreamType
+
+if TYPE_CHECKING:
+    from layernodes.plan.timeline import Timeline
+
+_PROCESS = 1
+_THREADS = {StreamType.COMPUTE: 1, StreamType.COMM: 2}
+# Names of Chrome's own palette: three that differ in lightness as well as in hue.
+_COLORS = {"F": "rail_response", "B": "rail_animation", "W": "rail_idle"}
+
+Event = dict[str, object]
+
+
+def dump(timeline: Timeline) -> str:
+    """The JSON text of a trace."""
+    events = [_metadata("process_name", 0, {"name": "layernodes"})]
+    for stream, thread in _THREADS.items():
+        events.append(_metadata("thread_name", thread, {"name": f"{stream.value} stream"}))
+        events.append(_metadata("thread_sort_index", thread, {"sort_index": thread}))
+    exposed = {e.position: e for e in timeline.exposures}
+    live = live_bytes(timeline.intervals)
+    for position, interval in enumerate(timeline.intervals):
+        step = interval.step
+        arguments: Event = {
+            "microbatch": step.microbatch,
+            "layer": step.layer,
+            "slot": step.slot,
+            "position": position,
+        }
+        if position in exposed:
+            arguments["exposed_us"] = exposed[position].seconds * 1e6
+            arguments["waiter"] = str(exposed[position].waiter or "end of the run")
+        events.append(
+            {
+                "name": str(step),
+                "cat": str(step.phase),
+                "ph": "X",
+                "pid": _PROCESS,
+                "tid": _THREADS[interval.stream],
+                "ts": (interval.start - timeline.start) * 1e6,
+                "dur": interval.duration * 1e6,
+                "cname": _COLORS[step.phase],
+                "args": arguments,
+            }
+        )
+    if timeline.peak_activation_bytes:
+        events += [
+            {
+                "name": "live activations",
+                "ph": "C",
+                "pid": _PROCESS,
+                "ts": (interval.start - timeline.start) * 1e6,
+                "args": {"bytes": held},
+            }
+            for interval, held in sorted(zip(timeline.intervals, live, strict=True), key=lambda pair: pair[0].start)
+        ]
+    lines = ",\n".join(json.dumps(event) for event in events)
+    return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'
+
+
+def _metadata(name: str, thread: int, arguments: Event) -> Event:
+    return {"name": name, "ph": "M", "pid": _PROCESS, "tid": thread, "args": arguments}

@@ -1,0 +1,204 @@
+"""Predicts when each step of a schedule runs.
+
+Contract, the same as the runner's: a stream runs its steps in the order of the schedule, one at a time; a step starts
+as soon as its stream is free and its predecessors in the ``Rules`` are done::
+
+    start(step) = max(end of the step before it on its stream, ends of its predecessors)
+    end(step)   = start(step) + seconds(step)
+
+With ``hardware_queues=1`` a step also never starts before the step launched before it has started.
+
+With ``compute_slowdown = s``, a step of the compute stream progresses at the rate 1 / s at every moment at which a
+step of the communication stream runs, and at the rate 1 otherwise; communication is not slowed down. A step of
+``d`` seconds that runs beside communication for ``o`` of its seconds thus ends ``d + o * (1 - 1 / s)`` after its
+start.
+
+Results depend on nothing but the arguments; time and memory are linear in the number of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from layernodes.errors import ScheduleError
+from layernodes.plan.costs import CostModel, SlotCost
+from layernodes.plan.infer import infer_rules
+from layernodes.plan.rules import Mode, Rules
+from layernodes.plan.schedule import PairSchedule, Schedule
+from layernodes.plan.shape import ChunkShape
+from layernodes.plan.timeline import Interval, Timeline
+from layernodes.plan.validate import find_violations
+from layernodes.slots import Phase, StreamType
+
+Spans = list[tuple[float, float]]
+
+
+def simulate(
+    schedule: Schedule | PairSchedule,
+    costs: CostModel,
+    shape: ChunkShape | None = None,
+    *,
+    backward_shape: ChunkShape | None = None,
+) -> Timeline:
+    """Predict the timeline of a schedule or pair.
+
+    Parts of a schedule, such as ``schedule[:100]``, are fine; what their steps would wait for outside is done.
+
+    Args:
+        schedule: the schedule; steps in an order that may run.
+        costs: what each step costs.
+        shape: shape of the chunk, of a pair's forward chunk. None: kinds of layers, deferred slots and streams are
+            read off the steps (``infer_rules``), which is right where layers are ``"moe"`` or ``"dense"`` and their
+            pass-throughs are left out, as in all built-in schedules.
+        backward_shape: shape of a pair's backward chunk; None: ``shape``.
+
+    Returns:
+        One interval a step, in the order of the schedule, with the bytes that it acquires and releases.
+
+    Raises:
+        ScheduleError: a step is foreign, there twice, or stands before one that it must come after.
+        CostError: a step has no cost.
+    """
+    rules = _rules(schedule, costs, shape, backward_shape)
+    violations = [v for v in find_violations(schedule.steps, rules) if v.rule != "missing"]
+    if violations:
+        more = f" (and {len(violations) - 1} more, in .violations)" if len(violations) > 1 else ""
+        raise ScheduleError(f"cannot simulate: {violations[0].message}{more}", violations)
+    return simulate_steps(schedule, costs, rules)
+
+
+def simulate_steps(schedule: Schedule | PairSchedule, costs: CostModel, rules: Rules) -> Timeline:
+    """The timeline of steps that are known to be in an order that may run; for callers that hold the rules.
+
+    Raises:
+        CostError: a step has no cost.
+    """
+    tables = {phase: {} if shape is None else costs.table(shape) for phase, shape in rules.shapes.items()}
+    deferred = {
+        (layer, slot.name)
+        for shape in (rules.shapes[Phase.W],)
+        if shape is not None
+        for layer, slot in shape.places()
+        if slot.wgrad
+    }
+    steps = schedule.steps
+    cost_of: list[SlotCost] = [tables[step.phase][step.layer, step.slot] for step in steps]
+    defers = [(step.layer, step.slot) in deferred for step in steps]
+    seconds = [
+        cost.seconds(step.phase, deferred=later) for step, cost, later in zip(steps, cost_of, defers, strict=True)
+    ]
+    streams = [rules.streams[rules.ids[step]] for step in steps]
+    dependencies = rules.dependencies(steps)
+    run = _run_at_one_rate if costs.compute_slowdown == 1 else _run_at_two_rates
+    spans = run(
+        seconds,
+        [stream is StreamType.COMM for stream in streams],
+        dependencies,
+        one_queue=costs.hardware_queues == 1,
+        slowdown=costs.compute_slowdown,
+    )
+    retains = rules.mode is not Mode.FORWARD
+    intervals = tuple(
+        Interval(
+            step,
+            stream,
+            start,
+            end,
+            cost.acquires(step.phase, deferred=later) if retains else 0,
+            cost.releases(step.phase) if retains else 0,
+        )
+        for step, stream, (start, end), cost, later in zip(steps, streams, spans, cost_of, defers, strict=True)
+    )
+    return Timeline(intervals, dependencies, costs.hardware_queues)
+
+
+def _rules(
+    schedule: Schedule | PairSchedule, costs: CostModel, shape: ChunkShape | None, backward_shape: ChunkShape | None
+) -> Rules:
+    if shape is None and backward_shape is None:
+        return infer_rules(schedule, costs.stream_of)
+    if isinstance(schedule, PairSchedule):
+        return Rules.of_pair(shape, backward_shape or shape)
+    if shape is None:
+        raise ScheduleError("backward_shape is for pairs; give the shape of a schedule's chunk as shape")
+    trains = any(step.phase is not Phase.F for step in schedule)
+    inferred = len({step.microbatch for step in schedule})
+    highest = max((step.microbatch + 1 for step in schedule), default=0)
+    num_microbatches = highest if highest <= len(schedule) else inferred
+    return Rules.of(shape, num_microbatches, Mode.TRAIN if trains else Mode.FORWARD)
+
+
+def _run_at_one_rate(
+    seconds: Sequence[float],
+    is_comm: Sequence[bool],
+    dependencies: Sequence[Sequence[int]],
+    *,
+    one_queue: bool,
+    slowdown: float,
+) -> Spans:
+    """Start and end of each step where computation is never slowed down."""
+    assert slowdown == 1
+    spans: Spans = []
+    free = [0.0, 0.0]
+    launched = 0.0
+    for duration, comm, before in zip(seconds, is_comm, dependencies, strict=True):
+        start = free[comm]
+        for position in before:
+            start = max(start, spans[position][1])
+        if one_queue:
+            start = launched = max(start, launched)
+        end = free[comm] = start + duration
+        spans.append((start, end))
+    return spans
+
+
+def _run_at_two_rates(
+    seconds: Sequence[float],
+    is_comm: Sequence[bool],
+    dependencies: Sequence[Sequence[int]],
+    *,
+    one_queue: bool,
+    slowdown: float,
+) -> Spans:
+    """Start and end of each step, found by going from event to event.
+
+    An event is a start or an end; between two events the rate of the compute stream does not change.
+    """
+    count = len(seconds)
+    lanes = [[p for p in range(count) if not is_comm[p]], [p for p in range(count) if is_comm[p]]]
+    turn = [0, 0]
+    running: list[int | None] = [None, None]
+    start, end = [0.0] * count, [0.0] * count
+    started, done = bytearray(count), bytearray(count)
+    now, work_left, comm_end, ended = 0.0, 0.0, 0.0, 0
+    while ended < count:
+        # A step that takes no time may let one of the other stream start, so look until nothing more starts.
+        looking = True
+        while looking:
+            looking = False
+            for lane in (0, 1):
+                if running[lane] is not None or turn[lane] == len(lanes[lane]):
+                    continue
+                step = lanes[lane][turn[lane]]
+                if not all(done[p] for p in dependencies[step]) or (one_queue and step and not started[step - 1]):
+                    continue
+                turn[lane] += 1
+                running[lane], start[step], started[step] = step, now, 1
+                looking = True
+                if lane == 0:
+                    work_left = seconds[step]
+                else:
+                    comm_end = now + seconds[step]
+        compute, comm = running
+        factor = 1.0 if comm is None else slowdown
+        compute_end = float("inf") if compute is None else now + work_left * factor
+        until = min(compute_end, comm_end if comm is not None else float("inf"))
+        if compute is not None:
+            work_left = 0.0 if compute_end == until else work_left - (until - now) / factor
+        now = until
+        for lane, over in ((0, compute_end == until), (1, comm is not None and comm_end == until)):
+            step_over = running[lane]
+            if over and step_over is not None:
+                end[step_over], done[step_over], running[lane] = now, 1, None
+                ended += 1
+    return list(zip(start, end, strict=True))

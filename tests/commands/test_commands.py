@@ -1,0 +1,143 @@
+"""The subcommands: what they print, what they write, how they fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from layernodes import cli
+from layernodes.plan import schedules
+from layernodes.plan.costs import CostModel
+from layernodes.plan.presets import PRESETS
+from layernodes.plan.schedule import PairSchedule, Schedule
+from layernodes.plan.shape import ChunkShape
+
+
+def main(*words: str) -> int:
+    """The command line."""
+    return cli.main(list(words))
+
+
+@pytest.fixture
+def costs(tmp_path: Path) -> str:
+    path = tmp_path / "costs.json"
+    CostModel.simple(computation=1e-3, communication=8e-4).save(path)
+    return str(path)
+
+
+def test_show(capsys: pytest.CaptureFixture[str]) -> None:
+    """A grid; the text and the JSON form parse back."""
+    assert main("show", "combined_1f1b", "--layers", "dense,moe*2", "--wgrad") == 0
+    text = capsys.readouterr().out
+    assert text.startswith("pre_process | L0 dense | L1 moe | L2 moe | post_process; W:")
+    assert "F0.L1.moe_dispatch" in text
+    built = schedules.combined_1f1b(ChunkShape.of(["dense", "moe", "moe"]), 3)
+    for switch, parse in (("--text", Schedule.parse), ("--json", Schedule.from_json)):
+        assert main("show", "combined_1f1b", "--layers", "dense,moe*2", "--microbatches", "3", switch) == 0
+        assert parse(capsys.readouterr().out) == built
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["serial"],
+        ["combined_1f1b_early_release", "--wgrad"],
+        ["forward_forward", "--mtp", "1", "--split-combine"],
+        ["forward_only", "--no-ends"],
+        ["combined_1f1b", "--pair", "--wgrad", "--wgrad-place", "end"],
+        ["combined_1f1b_early_release", "--pair"],
+    ],
+)
+def test_check_says_valid(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Built-in schedules are valid for the shape that they are built for."""
+    assert main("check", *words, "--layers", "3") == 0
+    assert capsys.readouterr().out.startswith("valid: ")
+    assert main("check", *words, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"valid": True, "violations": []}
+
+
+def test_check_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In words, with the grid, and exit code 1."""
+    shape = ChunkShape.of(["moe"])
+    path = tmp_path / "bad.txt"
+    steps = schedules.serial(shape, 1).steps
+    Schedule((steps[1], steps[0], *steps[2:-1])).save(path)
+    assert main("check", str(path), "--layers", "1", "--microbatches", "1") == 1
+    text = capsys.readouterr().out
+    assert "2 violations" in text
+    assert "B0.pre_process is missing" in text
+    assert "-> " in text
+    assert main("check", str(path), "--layers", "1", "--microbatches", "1", "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [violation["rule"] for violation in found["violations"]] == ["order", "missing"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["show", "seriell"], "neither a built-in schedule"),
+        (["show", "missing.txt"], "missing.txt"),
+        (["show", "serial", "--layers", "two"], "give '4' or"),
+        (["show", "serial", "--layers", "moe*99999"], "more than 10000"),
+        (["show", "serial", "--mtp", "-1"], "mtp=-1"),
+        (["show", "forward_only", "--pair"], "no pair form"),
+        (["simulate", "serial", "--costs", "deepsek"], "unknown preset 'deepsek'"),
+        (["simulate", "serial", "--costs", "missing.json"], "missing.json"),
+        (["plot", "serial", "--costs", "mixtral-8x7b", "-o", "picture.bmp"], "picture.bmp"),
+        (["optimize", "--costs", "mixtral-8x7b", "--memory-limit", "1"], "no schedule found that holds at most 1"),
+    ],
+)
+def test_errors_are_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """On standard error, with exit code 2 for wrong usage and 1 for anything else."""
+    assert main(*words) in (1, 2)
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"layernodes {words[0]}: error: ")
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_simulate(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Picture and figures; JSON has the same ones."""
+    assert main("simulate", "combined_1f1b", "--costs", costs, "--layers", "2", "--wgrad") == 0
+    text = capsys.readouterr().out
+    assert "compute   FF" in text
+    assert "makespan               28 ms" in text
+    assert main("simulate", "combined_1f1b", "--costs", costs, "--layers", "2", "--wgrad", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["makespan"] == pytest.approx(28e-3)
+
+
+def test_presets_bring_their_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --layers a preset's own number and kinds are taken."""
+    assert main("simulate", "forward_only", "--costs", "deepseek-v3", "--microbatches", "1", "--json") == 0
+    steps = json.loads(capsys.readouterr().out)["num_steps"]
+    assert steps == 2 + 3 * 2 + 58 * 4
+    assert PRESETS["deepseek-v3"].num_layers == 61
+
+
+def test_optimize(costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report, and a file that checks and simulates."""
+    path = tmp_path / "best.json"
+    words = ["--layers", "2", "--wgrad", "--costs", costs]
+    assert main("optimize", *words, "-o", str(path)) == 0
+    assert "proved best" in capsys.readouterr().out
+    assert main("check", str(path), "--layers", "2", "--wgrad") == 0
+    capsys.readouterr()
+    assert main("optimize", *words, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["optimal"]
+    assert Schedule.load(path) == Schedule.parse(" ".join(found["steps"]))
+    assert main("optimize", *words, "--pair", "-o", str(tmp_path / "pair.txt")) == 0
+    assert main("check", str(tmp_path / "pair.txt"), "--layers", "2", "--wgrad", "--pair") == 0
+    assert len(PairSchedule.load(tmp_path / "pair.txt"))
+
+
+def test_trace_and_plot(costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They write their files."""
+    for command, name in (("trace", "t.json"), ("plot", "t.svg")):
+        path = tmp_path / name
+        assert main(command, "serial", "--costs", costs, "--layers", "1", "-o", str(path)) == 0
+        assert path.stat().st_size > 1000
+        assert main(command, "serial", "--costs", costs, "--layers", "1", "-o", str(path), "--json") == 0
+    assert "written to" in capsys.readouterr().out
