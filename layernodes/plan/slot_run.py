@@ -135,6 +135,10 @@ class SlotRun:
                     roots.append(original)
                     root_gradients.append(detached.grad)
             del original, detached
+        if roots and self._stand_ins is not None:
+            for stand_in, total in self._stand_ins.seeds(self._place.deferred):
+                roots.append(stand_in)
+                root_gradients.append(total)
         if lane is not None:
             lane.uses(root_gradients)
             if self._stand_ins is not None:
