@@ -56,6 +56,7 @@ from layernodes.plan.timeline import Interval, Timeline
 from layernodes.plan.validate import validate, validate_pair
 from layernodes.slots import MEGATRON_SLOTS, ExtraSlot, Phase, Slot, StreamType
 from layernodes.state import Handoffs, NodeContext
+from layernodes.wgrad import WgradStore
 
 __all__ = [
     "MEGATRON_SLOTS",
@@ -110,6 +111,7 @@ __all__ = [
     "UnsupportedLayerError",
     "Violation",
     "WgradHook",
+    "WgradStore",
     "backward_steps",
     "build_layer_callables",
     "build_mtp_layer_callables",

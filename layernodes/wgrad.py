@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple, final
+from typing import Final, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
 from layernodes.errors import NodeStateError
+
+_PARTS: Final = "layernodes_parts"
 
 
 class Site(NamedTuple):
@@ -41,7 +43,21 @@ def stand_in_for(parameter: Parameter) -> Parameter:
     """A leaf with the parameter's data and attributes (``main_grad``, parallelism marks), and a gradient of its own."""
     stand_in = Parameter(parameter.detach(), requires_grad=True)
     stand_in.__dict__.update(parameter.__dict__)
+    stand_in.__dict__.pop(_PARTS, None)
     return stand_in
+
+
+def keeping_parts(stand_in: Parameter) -> Parameter:
+    """Let a stand-in keep what is deferred of it part by part, for whoever adds these to a longer sum."""
+    stand_in.__dict__[_PARTS] = []
+    return stand_in
+
+
+def parts_of(stand_in: Parameter) -> list[Tensor]:
+    """The parts that a stand-in keeps, in the order in which backward made them; it has none afterwards."""
+    parts: list[Tensor] = stand_in.__dict__[_PARTS]
+    stand_in.__dict__[_PARTS] = []
+    return parts
 
 
 @contextmanager
@@ -113,23 +129,31 @@ class _Deferred:
         return len(self._parked)
 
     def deliver(self) -> None:
-        """Sum the contributions in the order in which backward made them, as plain autograd does, and deliver."""
+        """Sum the contributions as plain autograd does, and deliver; a stand-in that keeps its parts gets these."""
+        parts = self.parameter.__dict__.get(_PARTS)
+        if parts is not None:
+            parts.extend(self._compute())
+            return
+        total: Tensor | None = None
+        for computed in self._compute():
+            total = computed if total is None else total + computed
+        if total is not None:
+            deliver(self.parameter, total)
+
+    def _compute(self) -> Iterator[Tensor]:
+        """The contributions in the order in which backward made them."""
         contributions, stand_in = self._parked, self._stand_in
         gradient = stand_in.grad
         if gradient is not None:
             contributions.insert(self._arrived[0] if self._arrived else len(contributions), lambda: gradient)
-        total: Tensor | None = None
         contributions.reverse()
         with torch.no_grad():
             while contributions:
                 computed = contributions.pop()()
                 if computed is not None:
-                    computed = computed.to(self.parameter.dtype)
-                    total = computed if total is None else total + computed
+                    yield computed.to(self.parameter.dtype)
         if getattr(stand_in, "grad_added_to_main_grad", False):
             self.parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        if total is not None:
-            deliver(self.parameter, total)
 
 
 def _saved_tensor_hooks() -> object:

@@ -398,6 +398,15 @@ class TestFrozen:
         run(ONE, chunk, [torch.randn(2, 3)])
         assert module.weight.grad is not None
 
+    def test_a_tied_weight_frozen_after_the_build(self) -> None:
+        """No gradient, no error."""
+        module = Linear(3, 3)
+        chunk = chunk_of((module, {PRE: FirstNode, MLP: ModuleNode}))
+        module.weight.requires_grad_(False)
+        run(f"{F0} {B0} {W_OUTER} {W_INNER}", chunk, [torch.randn(2, 3)])
+        assert module.weight.grad is None
+        assert module.bias.grad is not None
+
     def test_frozen_before_the_build_and_thawed(self) -> None:
         """It comes with B."""
         module = Linear(3, 3)
@@ -548,7 +557,7 @@ class TestPending:
         from layernodes.plan.chunk_run import ChunkRun  # noqa: PLC0415
 
         chunk = plan_of(Linear(3, 3))
-        monkeypatch.setattr(ChunkRun, "weight_gradients", lambda self, index: None)
+        monkeypatch.setattr(ChunkRun, "weight_gradients", lambda self, index, lane: None)
         with pytest.raises(NodeStateError, match=r"microbatch 0: L0\.mlp \(weight\)"):
             run(ONE, chunk, [torch.randn(2, 3)])
 

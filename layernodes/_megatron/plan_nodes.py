@@ -45,6 +45,8 @@ class _Backward:
             if isinstance(output, Tensor) and output.requires_grad and gradient is not None
         ]
         if pairs:
+            if self._stand_ins is not None:
+                pairs += self._stand_ins.seeds(self._deferred)
             Variable._execution_engine.run_backward(
                 tensors=tuple(output for output, _ in pairs),
                 grad_tensors=tuple(gradient for _, gradient in pairs),

@@ -5,7 +5,8 @@ sum to ``.grad`` once: g + ((a + b) + c). Nodes whose backwards run one by one w
 ((g + a) + b) + c, which rounds differently and fires hooks several times. So each such node works on a stand-in:
 
     forward of a node    its modules hold a stand-in leaf of the parameter, made for this node and microbatch
-    backward of a node   the stand-in's gradient is added to the sum of its parameter
+    backward of a node   begins with the parameter's sum as the stand-in's gradient, and adds to it
+    its W                adds what it computes one by one, once the nodes that backward comes to before have done so
     last of them         the sum is delivered to the parameter, through autograd, so that its hooks fire once
 
 Only parameters that more than one node uses have stand-ins: the embedding under MTP, tied embeddings, a repeated MTP
@@ -23,7 +24,7 @@ from typing import Any, Final, final
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from layernodes.wgrad import Site, deliver, replaced, stand_in_for
+from layernodes.wgrad import Site, deliver, keeping_parts, parts_of, replaced, stand_in_for
 
 _ATTRIBUTE: Final = "layernodes_shared_gradients"
 
@@ -86,36 +87,86 @@ def shared_sites(modules_of_nodes: Sequence[Sequence[Module]]) -> list[tuple[Sit
 
 
 @final
-class StandIns:
-    """The stand-ins of one node and microbatch."""
+@dataclass
+class _Use:
+    """One node's use of a shared parameter."""
 
-    __slots__ = ("_gradients", "_pairs")
-
-    def __init__(self, gradients: SharedGradients, pairs: list[tuple[Parameter, Parameter]]) -> None:
-        self._gradients = gradients
-        self._pairs = pairs
-
-    def totals(self) -> list[Tensor]:
-        """The sums so far that ``collect`` will add to."""
-        sums = (self._gradients.sums[id(parameter)].total for parameter, _ in self._pairs)
-        return [total for total in sums if total is not None]
-
-    def collect(self, later: Collection[int] = ()) -> None:
-        """Hand the node's contributions on, after its backward; those to parameters with an id in ``later`` are
-        kept."""
-        pairs, self._pairs = self._pairs, []
-        for parameter, stand_in in pairs:
-            if id(parameter) in later:
-                self._pairs.append((parameter, stand_in))
-            else:
-                self._gradients.add(parameter, stand_in)
+    entry: _Sum
+    number: int
+    stand_in: Parameter
+    is_seeded: bool = False
 
 
 @dataclass
 class _Sum:
+    """The contributions to one parameter: of the node that went forward last first, as backward makes them."""
+
     parameter: Parameter
-    outstanding: int = 0
+    uses: int = 0
+    summed: int = 0
+    waiting: dict[int, list[Tensor]] = field(default_factory=dict)
     total: Tensor | None = None
+
+    def is_next(self, number: int) -> bool:
+        """Whether all uses that come before this one in backward have been summed."""
+        return number == self.uses - 1 - self.summed
+
+    def add(self, use: _Use) -> None:
+        """Note one use's contributions and sum what is next; the last one delivers the sum."""
+        stand_in = use.stand_in
+        if getattr(stand_in, "grad_added_to_main_grad", False):
+            self.parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        contributions = parts_of(stand_in)
+        if stand_in.grad is not None:
+            if use.is_seeded:
+                self.total = None  # it is in the gradient
+            contributions = [stand_in.grad, *contributions]
+        self.waiting[use.number] = contributions
+        while (number := self.uses - 1 - self.summed) in self.waiting:
+            for one in self.waiting.pop(number):
+                self.total = one if self.total is None else self.total + one
+            self.summed += 1
+        if self.summed == self.uses and self.total is not None:
+            deliver(self.parameter, self.total)
+
+
+@final
+class StandIns:
+    """The stand-ins of one node and microbatch."""
+
+    __slots__ = ("_gradients", "_uses")
+
+    def __init__(self, gradients: SharedGradients, uses: list[_Use]) -> None:
+        self._gradients = gradients
+        self._uses = uses
+
+    def totals(self) -> list[Tensor]:
+        """The sums so far that ``collect`` will add to, and what waits to be added."""
+        entries = [use.entry for use in self._uses]
+        sums = [entry.total for entry in entries if entry.total is not None]
+        return sums + [one for entry in entries for waiting in entry.waiting.values() for one in waiting]
+
+    def seeds(self, later: Collection[int] = ()) -> Iterator[tuple[Tensor, Tensor]]:
+        """Stand-ins with the sums that they take over: roots of the node's backward.
+
+        Autograd then adds each contribution of the node to the sum, one by one, as it does in the plain model; those to
+        parameters with an id in ``later`` come later.
+        """
+        for use in self._uses:
+            entry = use.entry
+            if id(entry.parameter) not in later and entry.is_next(use.number) and entry.total is not None:
+                use.is_seeded = True
+                yield use.stand_in, entry.total
+
+    def collect(self, later: Collection[int] = ()) -> None:
+        """Hand the node's contributions on, after its backward; those to parameters with an id in ``later`` are
+        kept."""
+        uses, self._uses = self._uses, []
+        for use in uses:
+            if id(use.entry.parameter) in later:
+                self._uses.append(use)
+            else:
+                self._gradients.add(use)
 
 
 @final
@@ -128,29 +179,25 @@ class SharedGradients:
     @contextmanager
     def standing_in(self, sites: tuple[Site, ...]) -> Iterator[StandIns]:
         """Hold stand-ins at ``sites`` for the forward of one node."""
-        stand_ins: dict[int, tuple[Parameter, Parameter]] = {}
+        uses: dict[int, _Use] = {}
         swaps: list[tuple[Module, str, Parameter]] = []
         for site in sites:
-            pair = stand_ins.get(id(site.parameter))
-            if pair is None:
-                pair = stand_ins[id(site.parameter)] = site.parameter, stand_in_for(site.parameter)
-                self.sums.setdefault(id(site.parameter), _Sum(site.parameter)).outstanding += 1
-            swaps.append((site.module, site.name, pair[1]))
+            if not site.parameter.requires_grad:
+                continue  # frozen since the plan was built
+            use = uses.get(id(site.parameter))
+            if use is None:
+                entry = self.sums.setdefault(id(site.parameter), _Sum(site.parameter))
+                use = uses[id(site.parameter)] = _Use(entry, entry.uses, keeping_parts(stand_in_for(site.parameter)))
+                entry.uses += 1
+            swaps.append((site.module, site.name, use.stand_in))
         with replaced(swaps):
-            yield StandIns(self, list(stand_ins.values()))
+            yield StandIns(self, list(uses.values()))
 
-    def add(self, parameter: Parameter, stand_in: Parameter) -> None:
-        """Add one node's contribution; the last one delivers the sum."""
-        entry = self.sums[id(parameter)]
-        entry.outstanding -= 1
-        if stand_in.grad is not None:
-            entry.total = stand_in.grad if entry.total is None else entry.total + stand_in.grad
-        if getattr(stand_in, "grad_added_to_main_grad", False):
-            parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        if entry.outstanding == 0:
-            del self.sums[id(parameter)]
-            if entry.total is not None:
-                deliver(parameter, entry.total)
+    def add(self, use: _Use) -> None:
+        """Add one node's contributions; the last one delivers the sum."""
+        use.entry.add(use)
+        if use.entry.summed == use.entry.uses:
+            self.sums.pop(id(use.entry.parameter), None)
 
 
 def shared_gradients_of(chunk_state: Any) -> SharedGradients:

@@ -131,12 +131,12 @@ class ChunkRun:
         gradient, self._gradient = self._gradient, None
         self._gradient = slot.backward(gradient, lane)
 
-    def weight_gradients(self, index: int) -> None:
+    def weight_gradients(self, index: int, lane: Lane | None = None) -> None:
         """Compute and deliver the weight gradients that the backward of the slot at place ``index`` deferred."""
         slot, self._slots[index] = self._slots[index], None
         if slot is None:
             raise NodeStateError(f"W of {_text(self.plan.places[index])} runs before its B, or a second time")
-        slot.weight_gradients()
+        slot.weight_gradients(lane)
 
     def end_backward(self) -> Tensor | None:
         """Take the gradient of the chunk's input; None where there is none."""

@@ -91,7 +91,7 @@ class Performance:
             if op.ends_backward:
                 run.end_backward()
         else:
-            run.weight_gradients(op.place)
+            run.weight_gradients(op.place, lane)
         if self.after_step is not None:
             self.after_step(step)
 

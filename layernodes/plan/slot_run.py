@@ -136,6 +136,10 @@ class SlotRun:
                     roots.append(original)
                     root_gradients.append(detached.grad)
             del original, detached
+        if roots and self._stand_ins is not None:
+            for stand_in, total in self._stand_ins.seeds(self._place.deferred):
+                roots.append(stand_in)
+                root_gradients.append(total)
         if lane is not None:
             lane.uses(root_gradients)
             if self._stand_ins is not None:
@@ -154,11 +158,13 @@ class SlotRun:
             self._stand_ins = stand_ins if deferred else None
         return (_gradient_of(inputs[0]),) if len(inputs) == 1 else tuple(map(_gradient_of, inputs))
 
-    def weight_gradients(self) -> None:
-        """Compute and deliver what backward deferred."""
+    def weight_gradients(self, lane: Lane | None) -> None:
+        """Compute and deliver what backward deferred; ``lane`` is the one that this runs on, None on a CPU."""
         hooks, self.bwd_dw_callables = self.bwd_dw_callables, ()
         if self._outputs is not None or not hooks:
             raise NodeStateError("W of a slot before its B, or a second time; run it once, after its B")
+        if lane is not None and self._stand_ins is not None:
+            lane.uses(self._stand_ins.totals())
         for hook in hooks:
             hook.backward_dw()
         if self._stand_ins is not None:

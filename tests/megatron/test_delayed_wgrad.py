@@ -9,18 +9,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.models.common.utils import TransformerLayerNode
 from torch.nn import Module
 
 import layernodes
-from layernodes import LayerPlan, Slot
+from layernodes import ChunkPlan, LayerPlan, Slot, schedules
 from layernodes._megatron.plan_nodes import ProvingLayerNode
 from layernodes.errors import NodeStateError, UnsupportedLayerError
 from layernodes.megatron import build_layer_callables
-from tests.support.build import make_microbatches, make_model
+from tests.support.build import make_config, make_microbatches, make_model
 from tests.support.compare import _ORDERS, differing, run_plain, run_plan, snapshot
 from tests.support.configs import Cell, by_name
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
+from tests.support.held_back import HoldingLinear, hold_back
+from tests.support.wgrads import run
 
 pytestmark = MEGATRON_WORLD
 
@@ -180,8 +183,6 @@ def test_the_dict_of_the_builders_is_fresh_and_mutable() -> None:
 
 def test_wgrad_off_is_refused_where_modules_hold_gradients_back() -> None:
     """Nobody would drain them."""
-    from tests.support.held_back import HoldingLinear, hold_back  # noqa: PLC0415
-
     model = make_model(_cell("dense", "alone"))
     layer = model.decoder.layers[0]
     hold_back(layer.mlp, "linear_fc1")
@@ -206,3 +207,93 @@ def test_a_plan_that_is_never_drained_is_an_error() -> None:
     assert not installation.active
     with layernodes.install():
         pass
+
+
+class TestModulesThatHoldBackThemselves:
+    """As Transformer Engine's do: their own ``backward_dw`` is called in W, once a microbatch."""
+
+    def _held(self) -> tuple[Any, list[Any]]:
+        model = make_model(_cell("alltoall-shared-gate-ep1", "alone"))
+        held = []
+        for layer in model.decoder.layers:
+            for owner in (layer.mlp.shared_experts, *layer.mlp.experts.local_experts):
+                held += [hold_back(owner, "linear_fc1"), hold_back(owner, "linear_fc2")]
+            held += [hold_back(layer.self_attention, "linear_proj")]
+        return model, held
+
+    @pytest.mark.parametrize("place", ["after_b", "end"])
+    def test_under_our_runner(self, place: str) -> None:
+        """Beside linears whose gradients our store defers."""
+        cell = _cell("alltoall-shared-gate-ep1", "alone")
+        expected = run_plain(cell)
+        model, held = self._held()
+        microbatches = make_microbatches(cell)
+        chunk = ChunkPlan.build(model, wgrad="auto")
+        order = schedules.combined_1f1b(chunk.shape, len(microbatches))
+        drained: list[str] = []
+        run(
+            schedules.deferred(order, chunk.shape, place),
+            chunk,
+            [dict(m.inputs) for m in microbatches],
+            loss_grads=[m.output_grad for m in microbatches],
+            after_step=lambda step: drained.extend([str(step)[0]] * (sum(one.drained for one in held) - len(drained))),
+        )
+        assert drained == ["W"] * len(held) * len(microbatches)
+        assert all(not one.queue for one in held)
+        for name, parameter in model.named_parameters():
+            want = expected[f"grad/{name}"]
+            assert want is parameter.grad or torch.equal(parameter.grad, want), name
+
+    def test_under_megatrons_plan(self) -> None:
+        """The hooks go through Megatron-Core's own wrapper of the layer."""
+        cell = _cell("alltoall-shared-gate-ep1", "overlap")
+        expected = run_plain(cell)
+        model, held = self._held()
+        for layer in model.decoder.layers:
+            layer.config.overlap_moe_expert_parallel_comm = True
+        with layernodes.install():
+            outputs = _ORDERS["1f1b"](model, make_microbatches(cell))
+        assert len(outputs) == cell.num_microbatches
+        assert {one.drained for one in held} == {cell.num_microbatches}
+        for name, parameter in model.named_parameters():
+            want = expected[f"grad/{name}"]
+            assert want is parameter.grad or torch.equal(parameter.grad, want), name
+
+    def test_a_subclass_of_ones_own_counts_too(self) -> None:
+        """Of a class outside Transformer Engine's modules that inherits from one of theirs."""
+        model = make_model(_cell("dense", "alone"))
+        layer = model.decoder.layers[0]
+        layer.mlp.linear_fc1 = type("Mine", (HoldingLinear,), {"__module__": "mine"})(layer.mlp.linear_fc1.weight)
+        with pytest.raises(UnsupportedLayerError):
+            LayerPlan.build(layer)
+
+    def test_with_the_flag_off_nothing_is_held_back(self) -> None:
+        """wgrad="off" is right then."""
+        model = make_model(by_name("dense"))
+        hold_back(model.decoder.layers[0].mlp, "linear_fc1")
+        LayerPlan.build(model.decoder.layers[0])
+
+
+@pytest.mark.te
+def test_transformer_engines_own_linears() -> None:
+    """The real thing: deferred by Transformer Engine, drained in W, equal to its own backward."""
+    pytest.importorskip("transformer_engine")
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear  # noqa: PLC0415
+    from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: PLC0415
+        get_gpt_layer_with_transformer_engine_submodules,
+    )
+    from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: PLC0415
+
+    grads = []
+    for delay in (False, True):
+        config = make_config(by_name("dense-bf16"))
+        config.delay_wgrad_compute = delay
+        torch.manual_seed(0)
+        layer = TransformerLayer(config, get_gpt_layer_with_transformer_engine_submodules()).cuda()
+        assert isinstance(layer.mlp.linear_fc2, TEColumnParallelLinear | torch.nn.Module)
+        chunk = ChunkPlan.of([LayerPlan.build(layer, wgrad="auto" if delay else "off")])
+        torch.manual_seed(1)
+        batch = torch.randn(8, 2, config.hidden_size, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        run(schedules.serial(chunk.shape, 1), chunk, [batch])
+        grads.append({name: p.grad for name, p in layer.named_parameters()})
+    assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])

@@ -1,0 +1,130 @@
+"""What each rank does in ``tests/plan/test_deferred_ranks.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import Module
+
+from layernodes import schedules
+from tests.support.configs import by_name
+from tests.support.deferred_runs import DeferredBench, random_deferred_schedule
+from tests.support.wgrads import gradients, logged, plain, plan_of, run
+from tests.support.world import use_layout
+
+
+def equal_plain(names: Sequence[str], num_random: int, streams: str = "threads") -> dict[str, list[str]]:
+    """Deferred built-in and random schedules of cells against the oracle; what differs, by case."""
+    found: dict[str, list[str]] = {}
+    for number, name in enumerate(names):
+        cell = by_name(name)
+        use_layout(cell)
+        bench = DeferredBench(cell)
+        count = len(bench.microbatches)
+        shape = bench.chunk().shape
+        combined = schedules.combined_1f1b(shape, count)
+        cases = {
+            place: schedules.deferred(combined, shape, place) for place in ("next_comm", "end", "first_layer_last")
+        }
+        cases |= {f"random {i}": random_deferred_schedule(bench, 1000 * number + i) for i in range(num_random)}
+        for case, schedule in cases.items():
+            differing = bench.check(schedule, streams=streams)
+            if differing:
+                found[f"{name} {case}"] = differing[:5]
+    return found
+
+
+def empty_rank(names: Sequence[str]) -> dict[str, Any]:
+    """No token for the last rank's experts: their deferred gradients are zeros."""
+    found: dict[str, Any] = {}
+    for name in names:
+        cell = by_name(name)
+        use_layout(cell)
+        bench = DeferredBench(cell)
+        shape = bench.chunk().shape
+        schedule = schedules.deferred(schedules.combined_1f1b(shape, len(bench.microbatches)), shape, "end")
+        found[name] = bench.check(schedule, streams="threads")
+        grads = [p.grad for n, p in bench.model.named_parameters() if ".experts." in n]
+        found[f"{name} gradients"] = [None if g is None else bool(g.any()) for g in grads]
+    return found
+
+
+class _Linear(Module):
+    def __init__(self, kind: str, *, sequence_parallel: bool, is_expert: bool, ep: int, bias: bool) -> None:
+        super().__init__()
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=8,
+            num_attention_heads=2,
+            use_cpu_initialization=True,
+            tensor_model_parallel_size=2,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=1 if ep > 1 else 2,
+            num_moe_experts=4,
+            sequence_parallel=sequence_parallel,
+            add_bias_linear=False,
+        )
+        options: dict[str, Any] = {
+            "config": config,
+            "init_method": torch.nn.init.normal_,
+            "bias": bias,
+            "skip_bias_add": is_expert,
+            "is_expert": is_expert,
+        }
+        if kind == "column":
+            self.linear: Any = ColumnParallelLinear(8, 6, gather_output=False, **options)
+        else:
+            self.linear = RowParallelLinear(8, 6, input_is_parallel=True, **options)
+        if bias:
+            torch.nn.init.normal_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, bias = self.linear(x)
+        return output if bias is None else output + bias
+
+
+def linears() -> dict[str, Any]:
+    """Every kind of parallel linear against its own autograd on two ranks, and where its products run."""
+    found: dict[str, Any] = {}
+    for ep in (1, 2):
+        use_layout(by_name("tp2-ep2-etp1-alltoall" if ep == 2 else "tp2-ep1-etp2-alltoall"))
+        found |= {f"ep={ep} {name}": value for name, value in _linears(ep).items()}
+    return found
+
+
+def _linears(ep: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind in ("column", "row"):
+        for sequence_parallel in (False, True):
+            for is_expert in (False, True):
+                for bias in (False, True):
+                    name = f"{kind} sp={sequence_parallel} expert={is_expert} bias={bias}"
+                    options = {"sequence_parallel": sequence_parallel, "is_expert": is_expert, "ep": ep, "bias": bias}
+                    torch.manual_seed(0)
+                    ours, theirs = _Linear(kind, **options), _Linear(kind, **options)
+                    theirs.load_state_dict(ours.state_dict())
+                    torch.manual_seed(1 + dist.get_rank())
+                    width = ours.linear.weight.shape[1]
+                    batches = [torch.randn(4, 2, width, requires_grad=True) for _ in range(3)]
+                    grads = [torch.randn(theirs(batches[0]).shape) for _ in range(3)]
+                    expected = plain(theirs, batches, grads)
+                    chunk = plan_of(ours)
+                    order = schedules.deferred(schedules.combined_1f1b(chunk.shape, 3), chunk.shape, "end")
+                    result = run(order, chunk, batches, loss_grads=grads)
+                    same = all(
+                        a is not None and b is not None and torch.equal(a, b)
+                        for a, b in zip(
+                            [*gradients(theirs).values(), *expected],
+                            [*gradients(ours).values(), *result.input_grads],
+                            strict=True,
+                        )
+                    )
+                    log = logged(order, chunk, batches, loss_grads=grads)
+                    found[name] = same, [len(log.products(phase)) for phase in ("F", "B", "W")]
+    return found
