@@ -28,6 +28,7 @@ from torch.autograd import Variable
 from torch.nn import Module, Parameter
 
 from layernodes.errors import NodeStateError
+from layernodes.stand_in import put_stand_in
 
 
 class Site(NamedTuple):
@@ -111,7 +112,7 @@ class WgradStore:
     @contextmanager
     def standing_in(self, sites: Sequence[Site]) -> Iterator[None]:
         """Hold a stand-in at every site for the forward of the node."""
-        held: list[tuple[Site, Parameter]] = []
+        undo: list[Callable[[], None]] = []
         made: dict[int, Parameter] = {}
         try:
             for site in sites:
@@ -122,12 +123,11 @@ class WgradStore:
                 if stand_in is None:
                     stand_in = made[id(current)] = stand_in_for(current)
                     self._originals[id(stand_in)] = (current, stand_in)
-                held.append((site, current))
-                site.module._parameters[site.name] = stand_in
+                undo.append(put_stand_in(site.module, site.name, stand_in))
             yield
         finally:
-            for site, current in held:
-                site.module._parameters[site.name] = current
+            for put_back in reversed(undo):
+                put_back()
 
     def drain(self) -> None:
         """Compute and deliver everything; the store is empty afterwards."""

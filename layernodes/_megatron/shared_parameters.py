@@ -15,7 +15,7 @@ layer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, final
@@ -23,6 +23,7 @@ from typing import Any, Final, final
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from layernodes.stand_in import put_stand_in
 from layernodes.wgrad import Site, deliver, stand_in_for
 
 _ATTRIBUTE: Final = "layernodes_shared_gradients"
@@ -130,6 +131,7 @@ class SharedGradients:
         """Hold stand-ins at ``sites`` for the forward of one node."""
         pairs: list[tuple[Parameter, Parameter]] = []
         stand_ins: dict[int, Parameter] = {}
+        undo: list[Callable[[], None]] = []
         try:
             for site in sites:
                 stand_in = stand_ins.get(id(site.parameter))
@@ -137,11 +139,11 @@ class SharedGradients:
                     stand_in = stand_ins[id(site.parameter)] = stand_in_for(site.parameter)
                     pairs.append((site.parameter, stand_in))
                     self.sums.setdefault(id(site.parameter), _Sum(site.parameter)).outstanding += 1
-                site.module._parameters[site.name] = stand_in
+                undo.append(put_stand_in(site.module, site.name, stand_in))
             yield StandIns(self, pairs)
         finally:
-            for site in sites:
-                site.module._parameters[site.name] = site.parameter
+            for put_back in reversed(undo):
+                put_back()
 
     def add(self, parameter: Parameter, stand_in: Parameter) -> None:
         """Add one node's contribution; the last one delivers the sum."""

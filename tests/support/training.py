@@ -146,7 +146,14 @@ class Trainer:
 
     def _distribute(self, ddp: dict[str, Any]) -> None:
         case, config = self.case, self.config
-        ddp_config = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": case.bf16, "bucket_size": 3000, **ddp})
+        ddp_config = DistributedDataParallelConfig(
+            **{
+                "grad_reduce_in_fp32": case.bf16,
+                "bucket_size": 3000,
+                "align_param_gather": case.bind_sync,
+                **ddp,
+            }
+        )
         self.chunks = [
             DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0 and not case.bind_sync)
             for index, chunk in enumerate(self.chunks)
@@ -323,6 +330,9 @@ def make_config(case: Case) -> TransformerConfig:
             "pipeline_model_parallel_size": case.pp,
             "virtual_pipeline_model_parallel_size": case.vpp,
             "expert_model_parallel_size": case.ep,
+            # On two stages Megatron-Core mixes up forward and backward messages without this.
+            "overlap_p2p_comm": case.vpp is not None,
+            "batch_p2p_comm": case.vpp is None,
             "pipeline_dtype": dtype,
             "params_dtype": dtype,
             "bf16": case.bf16,
