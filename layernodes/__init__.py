@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from layernodes.cpu import CpuHost, cpu_host
 from layernodes.errors import (
+    ConfigViolation,
     LayerNodesError,
     NodeDefinitionError,
     NodeStateError,
@@ -42,6 +43,7 @@ from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import ChunkRun
 from layernodes.plan.describe import LayerDescription, NodeDescription
 from layernodes.plan.generators import backward_steps, forward_steps, interleave, pair_steps
+from layernodes.plan.layer_hooks import LayerHooks
 from layernodes.plan.layer_plan import ForwardFuncs, LayerPlan
 from layernodes.plan.rng import RngMode
 from layernodes.plan.runner import Runner, RunResult, StreamKind
@@ -60,6 +62,7 @@ __all__ = [
     "ChunkShape",
     "CombineExchangeNode",
     "CombineNode",
+    "ConfigViolation",
     "CpuHost",
     "DispatchNode",
     "ExpertNode",
@@ -69,6 +72,7 @@ __all__ = [
     "Installation",
     "Interval",
     "LayerDescription",
+    "LayerHooks",
     "LayerNodesError",
     "LayerPlan",
     "LayerShape",

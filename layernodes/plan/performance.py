@@ -78,6 +78,8 @@ class Performance:
             self.before_step(step)
         run = self.runs[op.run]
         assert run is not None
+        if op.begins_layer:
+            run.begin_layer(op.place, step.phase)
         if step.phase is Phase.F:
             if self.generators is not None and run.plan.places[op.place].touches_rng:
                 self.generators.enter(step)
@@ -92,5 +94,7 @@ class Performance:
                 run.end_backward()
         else:
             run.weight_gradients(op.place)
+        if op.ends_layer:
+            run.end_layer(op.place, step.phase)
         if self.after_step is not None:
             self.after_step(step)

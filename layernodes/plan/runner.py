@@ -22,6 +22,7 @@ from torch import Tensor
 from layernodes.errors import NodeStateError, ScheduleError
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import ChunkRun
+from layernodes.plan.layer_hooks import LayerHooks
 from layernodes.plan.performance import Performance, StepCallback
 from layernodes.plan.program import LANES, Call, Op, Program, compile_steps
 from layernodes.plan.ranks import RankCheck, fingerprint
@@ -69,6 +70,7 @@ class Runner:
         on the
             state at the start, its microbatch, layer and slot alone, so that every order gives the same bits.
         before_step, after_step: called with each step, on its thread, around it.
+        layer_hooks: called around each layer's passes, in ``run``; for ``run_pair``, ``ChunkRun.add_hooks``.
 
     Raises:
         ValueError: an unknown kind of streams or random numbers.
@@ -82,11 +84,13 @@ class Runner:
         rng: RngMode | str = RngMode.PLAIN,
         before_step: StepCallback | None = None,
         after_step: StepCallback | None = None,
+        layer_hooks: LayerHooks | None = None,
     ) -> None:
         self._streams = _make_streams(StreamKind(streams))
         self._rng = RngMode(rng)
         self._before_step = before_step
         self._after_step = after_step
+        self._layer_hooks = layer_hooks
         self._ranks = RankCheck()
         self._compiled: dict[tuple[Hashable, ...], _Compiled] = {}
         self._closed = False
@@ -131,8 +135,12 @@ class Runner:
         compiled = self._compile_schedule(schedule, chunk, len(batches), Mode.TRAIN if trains else Mode.FORWARD)
         with torch.set_grad_enabled(trains):
             runs = [chunk.open(batch) for batch in batches]
+            if self._layer_hooks is not None:
+                for run in runs:
+                    for layer in range(len(chunk.layers)):
+                        run.add_hooks(layer, self._layer_hooks)
             try:
-                timeline = self._perform(compiled, runs, chunk, loss_grads)
+                timeline = self._perform(compiled, runs, [chunk], loss_grads)
                 return RunResult(
                     outputs=tuple(run.output for run in runs),
                     input_grads=tuple(run.input_grad for run in runs),
@@ -169,7 +177,7 @@ class Runner:
         runs = [forward, backward]
         grads = [None, loss_grad]
         try:
-            return self._perform(compiled, runs, chunks[0] or chunks[1], grads, calls)
+            return self._perform(compiled, runs, [c for c in chunks if c is not None], grads, calls)
         except BaseException:
             for run in runs:
                 if run is not None:
@@ -183,14 +191,14 @@ class Runner:
         self,
         compiled: _Compiled,
         runs: Sequence[ChunkRun | None],
-        chunk: ChunkPlan | None,
+        chunks: Sequence[ChunkPlan],
         loss_grads: Sequence[Any] | None,
         calls: Mapping[Call, Callable[[], None]] | None = None,
     ) -> Timeline:
         if self._closed:
             raise NodeStateError("this Runner is closed; make another one")
-        groups = () if chunk is None else chunk.exchange_groups()
-        pending = self._ranks.issue(groups, compiled.fingerprint) if groups else None
+        groups = {id(group): group for chunk in chunks for group in chunk.exchange_groups()}
+        pending = self._ranks.issue(groups.values(), compiled.fingerprint) if groups else None
         generators = StepGenerators() if self._rng is RngMode.PER_STEP else None
         performance = Performance(
             runs=runs,

@@ -1,11 +1,12 @@
-"""Training runs with Megatron-Core's own loop, DDP and optimizer: plainly, or under a schedule; the same data in both."""
+"""Training runs with Megatron-Core's own loop, DDP and optimizer: plainly, or under a schedule."""
 
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -81,9 +82,7 @@ class Way:
 PLAIN = Way()
 
 
-def zipper(
-    forward: layernodes.ChunkShape | None, backward: layernodes.ChunkShape | None
-) -> layernodes.PairSchedule:
+def zipper(forward: layernodes.ChunkShape | None, backward: layernodes.ChunkShape | None) -> layernodes.PairSchedule:
     """A user's order that no built-in has: backward leads, step by step in turn, all weight gradients at the end."""
     whole = list(layernodes.pairs.serial(forward, backward))
     ahead = [step for step in whole if step.phase is layernodes.Phase.B]
@@ -133,7 +132,7 @@ class Trainer:
         reset_globals(case.seed)
         # The training loop sets these, with a shape of its own; what a test before left must not stand in the way.
         MoEAuxLossAutoScaler.main_loss_backward_scale = None
-        MTPLossAutoScaler.main_loss_backward_scale = None
+        MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
         self.case = case
         self.config = make_config(case)
         self.chunks = [_make_chunk(case, self.config, stage) for stage in range(case.vpp or 1)]
@@ -186,12 +185,12 @@ class Trainer:
             gather = [chunk.start_param_sync for chunk in self.chunks]
             config.param_sync_func = gather[0] if one else gather
 
-    def run(self, way: Way, steps: int, *, forward_only: bool = False) -> None:
+    def run(self, way: Way, steps: int, *, forward_only: bool = False, **options: Any) -> None:
         """Take ``steps`` training steps, or evaluate ``steps`` batches."""
         case = self.case
         context: Any = nullcontext()
         if way.order is not None:
-            context = schedule(self.chunks, way.order, wgrad=way.wgrad, streams=way.streams)
+            context = schedule(self.chunks, way.order, wgrad=way.wgrad, streams=way.streams, **options)
         with context:
             for _ in range(steps):
                 if not forward_only:
@@ -273,6 +272,33 @@ def compare(case: Case, ways: Sequence[Way], steps: int) -> list[str]:
         len(plain.losses) == steps * case.num_microbatches and torch.stack(plain.losses).isfinite().all()
     ):
         found.append(f"{case.name}: the plain run has {len(plain.losses)} losses, or losses that are not finite")
+    return found
+
+
+def compare_all(cases: Sequence[Case], ways: Sequence[Way], steps: int) -> list[str]:
+    """``compare`` of each case."""
+    return [line for case in cases for line in compare(case, ways, steps)]
+
+
+def compare_resumed(case: Case, changes: Sequence[tuple[Way, Way]], steps: int) -> list[str]:
+    """Train plainly, and in two halves from one way to another over a checkpoint; what differs, on this rank."""
+    plain = train(case, PLAIN, 2 * steps)
+    found = []
+    for before, after in changes:
+        first = Trainer(case)
+        first.run(before, steps)
+        buffer = io.BytesIO()
+        torch.save(first.checkpoint(), buffer)
+        buffer.seek(0)
+        second = Trainer(replace(case, seed=case.seed + 1))
+        second.case = case
+        second.resume(torch.load(buffer, weights_only=False))
+        second.run(after, steps)
+        whole = second.trained()
+        whole = replace(whole, losses=[*first.losses, *whole.losses])
+        difference = plain.difference(whole)
+        if difference is not None:
+            found.append(f"{case.name} ({before} to {after}): {difference}")
     return found
 
 
