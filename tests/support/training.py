@@ -234,12 +234,22 @@ class Trainer:
         return copy.deepcopy(
             {
                 "chunks": [chunk.state_dict() for chunk in self.chunks],
-                "optimizer": self.optimizer.state_dict(),
+                "optimizers": [
+                    (inner.state_dict(), [p.detach() for group in inner.param_groups for p in group["params"]])
+                    for inner in self._optimizers()
+                ],
                 "step": self.step,
                 "rng": torch.get_rng_state(),
                 "tracker": get_cuda_rng_tracker().get_states(),
             }
         )
+
+    def _optimizers(self) -> list[Any]:
+        """Torch's optimizers; in mixed precision or sharded, they hold parameters of their own."""
+        if self.case.ddp is None:
+            return [self.optimizer]
+        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [part.optimizer for part in parts]
 
     def resume(self, checkpoint: Mapping[str, Any]) -> None:
         """Go on from a checkpoint."""
@@ -247,7 +257,11 @@ class Trainer:
 
         for chunk, state in zip(self.chunks, checkpoint["chunks"], strict=True):
             chunk.load_state_dict(state)
-        self.optimizer.load_state_dict(checkpoint["optimizer"])
+        for inner, (state, values) in zip(self._optimizers(), checkpoint["optimizers"], strict=True):
+            inner.load_state_dict(state)
+            held = [p for group in inner.param_groups for p in group["params"]]
+            for parameter, value in zip(held, values, strict=True):
+                parameter.data.copy_(value)
         self.step = checkpoint["step"]
         torch.set_rng_state(checkpoint["rng"])
         get_cuda_rng_tracker().set_states(checkpoint["tracker"])
