@@ -289,9 +289,9 @@ def compare(case: Case, ways: Sequence[Way], steps: int) -> list[str]:
     return found
 
 
-def compare_all(cases: Sequence[Case], ways: Sequence[Way], steps: int) -> list[str]:
-    """``compare`` of each case."""
-    return [line for case in cases for line in compare(case, ways, steps)]
+def compare_all(cases: Sequence[tuple[Case, int]], ways: Sequence[Way]) -> list[str]:
+    """``compare`` of each case, with its number of steps."""
+    return [line for case, steps in cases for line in compare(case, ways, steps)]
 
 
 def compare_resumed(case: Case, changes: Sequence[tuple[Way, Way]], steps: int) -> list[str]:
