@@ -8,6 +8,7 @@ from __future__ import annotations
 from layernodes.cpu import CpuHost, cpu_host
 from layernodes.errors import (
     BatchError,
+    ConfigViolation,
     LayerNodesError,
     NodeDefinitionError,
     NodeStateError,
@@ -45,6 +46,7 @@ from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import ChunkRun
 from layernodes.plan.describe import LayerDescription, NodeDescription
 from layernodes.plan.generators import backward_steps, forward_steps, interleave, pair_steps
+from layernodes.plan.layer_hooks import LayerHooks
 from layernodes.plan.layer_plan import ForwardFuncs, LayerPlan
 from layernodes.plan.recording import Record, RecordingStreams, RecordKind
 from layernodes.plan.rng import RngMode
@@ -66,6 +68,7 @@ __all__ = [
     "ChunkShape",
     "CombineExchangeNode",
     "CombineNode",
+    "ConfigViolation",
     "CpuHost",
     "DispatchNode",
     "ExpertNode",
@@ -75,6 +78,7 @@ __all__ = [
     "Installation",
     "Interval",
     "LayerDescription",
+    "LayerHooks",
     "LayerNodesError",
     "LayerPlan",
     "LayerShape",

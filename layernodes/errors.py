@@ -18,18 +18,35 @@ class NodeDefinitionError(LayerNodesError, TypeError):
     """A node class is written wrongly; raised when the class is defined."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConfigViolation:
+    """One reason why a configuration is not handled.
+
+    Attributes:
+        field: name of the configuration field, or of what else is at fault (``"models"``, ``"layer"``).
+        value: what was found there.
+        reason: what is wrong with it and what to change.
+    """
+
+    field: str
+    value: object
+    reason: str
+
+
 class UnsupportedLayerError(LayerNodesError, TypeError):
     """A layer or a configuration that is not handled; raised before anything runs.
 
     Attributes:
         field: name of the offending field (a configuration field, or ``"layer"`` for the layer's class).
         value: what was found there.
+        violations: every reason, where a whole configuration was checked; the first one is ``field`` and ``value``.
     """
 
-    def __init__(self, message: str, *, field: str, value: object) -> None:
+    def __init__(self, message: str, *, field: str, value: object, violations: Sequence[ConfigViolation] = ()) -> None:
         super().__init__(message)
         self.field = field
         self.value = value
+        self.violations = tuple(violations) or (ConfigViolation(field=field, value=value, reason=message),)
 
 
 class PlanError(LayerNodesError, ValueError):

@@ -5,14 +5,16 @@ Megatron-Core's combined-1F1B functions ask the model for a schedule plan of eac
 (``type(plan).run(forward, backward, b_grad=..., pre_forward=..., ...)``). ``schedule()`` makes the model return plans
 of ours:
 
-    build_schedule_plan    open a chunk run for the microbatch, on the model's chunk plan (built once)
-    run                    choose the pair schedule for the two chunks' shapes (once for each pair of chunks)
-                           run it, with the trainer's functions as calls around the passes
+    on entering            check configuration and layers; build chunk plans; choose and check the pair schedules of all
+                           chunks that may meet
+    build_schedule_plan    open a chunk run for the microbatch, on the model's chunk plan
+    run                    run the pair schedule of the two chunks, the trainer's functions as calls around the passes;
                            hand the gradient of the chunk's input to the tensor that the pipeline received
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -24,10 +26,13 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from layernodes._megatron.constraints import raise_violations, recompute_notes, training_violations
 from layernodes._megatron.training import (
     AbstractSchedulePlan,
     autocast_context,
+    hooked_module,
     new_event,
+    no_wrappers_left,
     overlap_flags,
     received_input,
     schedule_plans_built_by,
@@ -36,11 +41,13 @@ from layernodes.errors import NodeStateError, ScheduleError
 from layernodes.plan import pairs
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import ChunkRun
+from layernodes.plan.layer_hooks import LayerHook, LayerHooks
 from layernodes.plan.layer_plan import NodeFactory, SlotKey, WgradMode
 from layernodes.plan.program import Call
 from layernodes.plan.runner import Runner, StreamKind
 from layernodes.plan.schedule import PairSchedule
 from layernodes.plan.shape import ChunkShape
+from layernodes.plan.validate import validate_pair
 
 PairRule = Callable[[ChunkShape | None, ChunkShape | None], PairSchedule]
 """Chooses the order of a forward chunk beside a backward chunk, given their shapes; either may be None."""
@@ -54,6 +61,7 @@ def schedule(
     streams: StreamKind | str = StreamKind.AUTO,
     split_combine: bool = False,
     nodes: dict[SlotKey, NodeFactory] | None = None,
+    layer_hooks: LayerHooks | None = None,
 ) -> TrainingSchedule:
     """Train under a schedule of your choice: a context around Megatron-Core's ``get_forward_backward_func()`` and its
     calls.
@@ -61,19 +69,23 @@ def schedule(
     Args:
         models: the model chunk, or all chunks of this rank (virtual pipelining), as given to Megatron-Core.
         order: name of a built-in pair schedule (``"combined_1f1b"``, ``"serial"``, ``"early_release"``, ...), a
-        function of
-            the two shapes, or a ``.txt`` or ``.json`` file with a pair schedule for chunks of equal shape.
+            function of the two shapes (either may be None: called on entering for all chunks that may meet), or a
+            ``.txt`` or ``.json`` file with a pair schedule for chunks of equal shape. Functions and files place the
+            weight gradients (``W``) themselves.
         wgrad: ``"auto"`` defers weight gradients; those of the first layer then run after the backward send.
         streams: as for ``Runner``.
         split_combine, nodes: as for ``ChunkPlan.build``.
+        layer_hooks: called around each layer's passes, as FSDP-style gather and release need it.
 
     Leave ``overlap_moe_expert_parallel_comm`` and ``delay_wgrad_compute`` off in the configuration: the context sets
-    both on
-    the existing configuration objects, of every chunk and inner layer, and restores them.
+    both on the existing configuration objects, of every chunk and inner layer, and restores them. Evaluation
+    (``forward_only=True``) inside the context runs the plain model, as in Megatron-Core.
 
     Raises:
-        UnsupportedLayerError: a model, layer or configuration that is not handled; on entering.
-        ScheduleError: an unknown name, or a schedule that is not valid for the chunks that meet.
+        UnsupportedLayerError: a model, layer or configuration that is not handled; on entering, with every reason in
+            ``violations``.
+        ScheduleError: an unknown name, or, on entering, a schedule that is not valid for chunks that may meet.
+        NodeStateError: on entering, inside another ``schedule()``.
 
     Example::
 
@@ -82,7 +94,13 @@ def schedule(
     """
     chunks = [models] if isinstance(models, Module) else list(models)
     return TrainingSchedule(
-        chunks, _rule_of(order, WgradMode(wgrad)), WgradMode(wgrad), StreamKind(streams), split_combine, nodes
+        chunks,
+        _rule_of(order, WgradMode(wgrad)),
+        WgradMode(wgrad),
+        StreamKind(streams),
+        split_combine,
+        nodes,
+        layer_hooks,
     )
 
 
@@ -98,26 +116,36 @@ class TrainingSchedule:
         streams: StreamKind,
         split_combine: bool,
         nodes: dict[SlotKey, NodeFactory] | None,
+        layer_hooks: LayerHooks | None,
     ) -> None:
         self._models = models
         self._rule = rule
         self._wgrad = wgrad
         self._kind = streams
+        self._layer_hooks = layer_hooks
         self._build = partial(ChunkPlan.build, nodes=nodes, split_combine=split_combine, wgrad=wgrad)
         self._chunks: dict[Module, ChunkPlan] = {}
-        self._schedules: dict[tuple[int, int], PairSchedule] = {}
+        self._schedules: dict[tuple[ChunkPlan | None, ChunkPlan | None], PairSchedule] = {}
         self._runner: Runner | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         if self._runner is not None:
             raise NodeStateError("this schedule() is entered already; make one for each context")
+        delays = self._wgrad is WgradMode.AUTO
+        raise_violations(training_violations(self._models, delay_wgrad=delays))
+        for note in recompute_notes(self._models):
+            warnings.warn(note, stacklevel=2)
         with ExitStack() as stack:
-            stack.enter_context(overlap_flags(self._models, delay_wgrad=self._wgrad is WgradMode.AUTO))
+            stack.enter_context(schedule_plans_built_by(self._plan_of))
+            stack.enter_context(no_wrappers_left(self._models))
+            stack.enter_context(overlap_flags(self._models, delay_wgrad=delays))
+            stack.callback(self._chunks.clear)
+            stack.callback(self._schedules.clear)
             for model in self._models:
                 chunk = self._build(model)
                 self._chunks[chunk.model] = chunk
-            stack.enter_context(schedule_plans_built_by(self._plan_of))
+            self._choose_schedules()
             self._runner = stack.enter_context(Runner(self._kind))
             self._stack = stack.pop_all()
         return self
@@ -126,9 +154,23 @@ class TrainingSchedule:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._runner = None
-        self._chunks.clear()
-        self._schedules.clear()
         self._stack.close()
+
+    @property
+    def chunks(self) -> tuple[ChunkPlan, ...]:
+        """The plans of the model chunks, in the order given; none outside the context."""
+        return tuple(self._chunks.values())
+
+    def _choose_schedules(self) -> None:
+        """The pair schedule of every two chunks that may meet, checked before the first of them runs."""
+        sides: list[ChunkPlan | None] = [None, *self._chunks.values()]
+        for forward in sides:
+            for backward in sides:
+                shapes = [None if chunk is None else chunk.shape for chunk in (forward, backward)]
+                if any(shapes):
+                    chosen = self._rule(*shapes)
+                    validate_pair(chosen, *shapes)
+                    self._schedules[forward, backward] = chosen
 
     def _plan_of(
         self,
@@ -169,7 +211,11 @@ class TrainingSchedule:
         received = received_input(model)
         if received is not None:
             batch["hidden_states"] = received
-        return ChunkSchedulePlan(self, model, chunk.open(batch), received)
+        chunk_run = chunk.open(batch)
+        if self._layer_hooks is not None:
+            for layer in range(len(chunk.layers)):
+                chunk_run.add_hooks(layer, self._layer_hooks)
+        return ChunkSchedulePlan(self, model, chunk_run, received)
 
     def run_pair(
         self, forward: ChunkSchedulePlan | None, backward: ChunkSchedulePlan | None, gradient: Tensor | None, calls: Any
@@ -177,21 +223,14 @@ class TrainingSchedule:
         """Run one pair; returns the forward's output, as a leaf that requires grad."""
         assert self._runner is not None
         f_run, b_run = (None if plan is None else plan.chunk_run for plan in (forward, backward))
+        chosen = self._schedules[None if f_run is None else f_run.plan, None if b_run is None else b_run.plan]
         present = forward or backward
         assert present is not None
         with torch.enable_grad(), autocast_context(present.model):
-            self._runner.run_pair(self._schedule_for(f_run, b_run), f_run, b_run, gradient, calls)
+            self._runner.run_pair(chosen, f_run, b_run, gradient, calls)
         if backward is not None:
             backward.hand_back()
         return None if forward is None else forward.output
-
-    def _schedule_for(self, forward: ChunkRun | None, backward: ChunkRun | None) -> PairSchedule:
-        plans = [None if run is None else run.plan for run in (forward, backward)]
-        key = id(plans[0]), id(plans[1])
-        if key not in self._schedules:
-            shapes = [None if plan is None else plan.shape for plan in plans]
-            self._schedules[key] = self._rule(*shapes)
-        return self._schedules[key]
 
 
 @final
@@ -216,6 +255,14 @@ class ChunkSchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]
         """What the chunk returned, as a leaf; the trainer's loss node takes it from there."""
         output: Tensor = self.chunk_run.output
         return output.detach().requires_grad_(True)
+
+    def num_layers(self) -> int:
+        """How many layers the chunk has, decoder and MTP."""
+        return len(self.chunk_run.plan.layers)
+
+    def get_layer(self, i: int) -> LayerSchedulePlan:
+        """Layer ``i`` of this microbatch."""
+        return LayerSchedulePlan(self.chunk_run, range(self.num_layers())[i])
 
     def hand_back(self) -> None:
         """Give the gradient of the chunk's input to the tensor that the pipeline received."""
@@ -251,6 +298,28 @@ class ChunkSchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]
             if post_backward is not None:
                 calls[Call.POST_BACKWARD] = lambda: post_backward(backward.chunk_run.gradient, b_stage)
         return present._session.run_pair(f_schedule_plan, b_schedule_plan, b_grad, calls)
+
+
+@final
+class LayerSchedulePlan:
+    """One layer of one microbatch, as Megatron-Core's trainer sees it.
+
+    Attributes:
+        layer: the layer.
+    """
+
+    def __init__(self, chunk_run: ChunkRun, index: int) -> None:
+        self._chunk_run = chunk_run
+        self._index = index
+        self.layer = chunk_run.plan.layers[index].layer
+
+    def set_fsdp_reshard_hooks(self, post_forward_hook: LayerHook, post_backward_hook: LayerHook) -> None:
+        """Call these, with the transformer layer, after the layer's forward and after its backward."""
+        module = hooked_module(self.layer)
+        hooks = LayerHooks(
+            after_forward=lambda _: post_forward_hook(module), after_backward=lambda _: post_backward_hook(module)
+        )
+        self._chunk_run.add_hooks(self._index, hooks)
 
 
 def _rule_of(order: str | PairRule | PathLike[str], wgrad: WgradMode) -> PairRule:

@@ -64,8 +64,8 @@ def parts_of(stand_in: Parameter) -> list[Tensor]:
 def replaced(sites: Iterable[tuple[Module, str, Parameter]]) -> Iterator[None]:
     """Let modules hold other parameters, given as (module, name, parameter), until the context is left.
 
-    Forward pre-hooks of the modules still see their own: they may look it up, as Megatron-Core's DDP does to wait for
-    the parameter's all-gather.
+    Hooks of the modules, before and after forward, still see their own: they may look it up, as Megatron-Core's DDP
+    does to wait for the parameter's all-gather.
     """
     held: dict[tuple[int, str], tuple[Module, str, Parameter | None]] = {}
     handles: list[RemovableHandle] = []
@@ -76,6 +76,9 @@ def replaced(sites: Iterable[tuple[Module, str, Parameter]]) -> Iterator[None]:
             if module._forward_pre_hooks:
                 handles.append(module.register_forward_pre_hook(partial(_hold, name, current), prepend=True))
                 handles.append(module.register_forward_pre_hook(partial(_hold, name, parameter)))
+            if module._forward_hooks:
+                handles.append(module.register_forward_hook(partial(_hold, name, current), prepend=True))
+                handles.append(module.register_forward_hook(partial(_hold, name, parameter)))
             module._parameters[name] = parameter
         yield
     finally:

@@ -6,16 +6,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module
 
+from layernodes.errors import NodeStateError
+
 __all__ = ["AbstractSchedulePlan", "GPTModel"]
+
+_MARK: Final = "_layernodes_schedule"
+_WRAPPER: Final = "backward_dw_wrapper"
 
 
 def configs_of(models: Iterable[Module]) -> list[TransformerConfig]:
@@ -47,14 +53,38 @@ def overlap_flags(models: Iterable[Module], *, delay_wgrad: bool) -> Iterator[No
 
 
 @contextmanager
+def no_wrappers_left(models: Iterable[Module]) -> Iterator[None]:
+    """Take the wrappers of weight-gradient calls off layers again, which each microbatch makes anew on them."""
+    modules = [module for model in models for module in model.modules()]
+    before = {id(module): module.__dict__.get(_WRAPPER) for module in modules}
+    try:
+        yield
+    finally:
+        for module in modules:
+            if before[id(module)] is not None:
+                module.__dict__[_WRAPPER] = before[id(module)]
+            else:
+                module.__dict__.pop(_WRAPPER, None)
+
+
+@contextmanager
 def schedule_plans_built_by(build: Callable[..., Any]) -> Iterator[None]:
-    """Let ``GPTModel.build_schedule_plan`` be ``build``, called with the model and its arguments."""
+    """Let ``GPTModel.build_schedule_plan`` be ``build``, called with the model and its arguments.
+
+    Raises:
+        NodeStateError: it is replaced already.
+    """
     own = GPTModel.__dict__["build_schedule_plan"]
+    if hasattr(own, _MARK):
+        raise NodeStateError(
+            "inside another schedule(): leave that one first, or give all model chunks of this rank to one schedule()"
+        )
 
     @functools.wraps(own)
     def build_schedule_plan(self: GPTModel, *args: Any, **kwargs: Any) -> Any:
         return build(self, *args, **kwargs)
 
+    setattr(build_schedule_plan, _MARK, True)
     GPTModel.build_schedule_plan = build_schedule_plan
     try:
         yield
@@ -65,6 +95,12 @@ def schedule_plans_built_by(build: Callable[..., Any]) -> Iterator[None]:
 def received_input(model: Any) -> Tensor | None:
     """What the pipeline handed to a chunk without pre-process (``set_input_tensor``)."""
     return None if model.pre_process else model.decoder.input_tensor
+
+
+def hooked_module(layer: Module) -> Module:
+    """What FSDP gathers and releases as one unit for a layer: inside MTP, the transformer layer."""
+    module: Module = layer.mtp_model_layer if isinstance(layer, MultiTokenPredictionLayer) else layer
+    return module
 
 
 def autocast_context(model: Any) -> AbstractContextManager[Any]:

@@ -12,7 +12,9 @@ from layernodes._megatron.chunk import ChunkState, GPTChunk
 from layernodes._megatron.shared_parameters import SharedGradients
 from layernodes.errors import BatchError, NodeStateError
 from layernodes.lane import Lane
+from layernodes.plan.layer_hooks import LayerHooks
 from layernodes.plan.slot_run import LayerState, SlotRun, Values
+from layernodes.slots import Phase
 from layernodes.state import handoffs_of
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ class ChunkRun:
 
     __slots__ = (
         "_gradient",
+        "_hooks",
         "_is_input",
         "_layer_states",
         "_shared",
@@ -55,6 +58,34 @@ class ChunkRun:
         self._layer_states: list[LayerState] = [LayerState() for _ in plan.layers]
         self._slots: list[SlotRun | None] = [None] * len(plan.places)
         self._shared = SharedGradients()
+        self._hooks: dict[int, list[LayerHooks]] = {}
+
+    def add_hooks(self, layer: int, hooks: LayerHooks) -> None:
+        """Call ``hooks`` around this microbatch's passes through a layer, after those added before.
+
+        Args:
+            layer: number of the layer, through decoder then MTP.
+            hooks: the functions; they are given the layer of the plan.
+        """
+        self._hooks.setdefault(layer, []).append(hooks)
+
+    def begin_layer(self, index: int, phase: Phase) -> None:
+        """Call what is to be called before a pass through the layer of the place ``index``."""
+        layer = self.plan.places[index].layer
+        if layer is not None:
+            for hooks in self._hooks.get(layer, ()):
+                call = hooks.before(phase)
+                if call is not None:
+                    call(self.plan.layers[layer].layer)
+
+    def end_layer(self, index: int, phase: Phase) -> None:
+        """Call what is to be called after a pass through the layer of the place ``index``."""
+        layer = self.plan.places[index].layer
+        if layer is not None:
+            for hooks in self._hooks.get(layer, ()):
+                call = hooks.after(phase)
+                if call is not None:
+                    call(self.plan.layers[layer].layer)
 
     def forward(self, index: int, lane: Lane | None = None) -> None:
         """Run the forward of the slot at place ``index``."""

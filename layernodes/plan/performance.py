@@ -78,6 +78,8 @@ class Performance:
         run = self.runs[op.run]
         assert run is not None
         phase = step.phase
+        if op.begins_layer:
+            run.begin_layer(op.place, phase)
         if phase is Phase.F:
             if self.generators is not None and run.plan.places[op.place].touches_rng:
                 self.generators.enter(step)
@@ -92,6 +94,8 @@ class Performance:
                 run.end_backward()
         else:
             run.weight_gradients(op.place, lane)
+        if op.ends_layer:
+            run.end_layer(op.place, phase)
         if self.after_step is not None:
             self.after_step(step)
 

@@ -7,13 +7,15 @@ done before it; of those, only the latest matters, since lanes are FIFO::
     must be done before a step:    its predecessors in the rules
                                    the step before it that touches random generators, if it does too
                                    the step before it that shares parameters with it across lanes
+    and before the last of a layer's pass (forward; backward with W), its other steps
 
 A pair's program may also have *calls*, functions of the trainer's around its passes (pipeline sends and receives)::
 
     pre_forward     before the first F        pre_backward     before the first B, after pre_forward
     post_forward    after the last layer's F  post_backward    after the first layer's B, after post_forward
 
-They keep that order whatever the schedule, since pipeline ranks with other schedules must meet in them.
+The sends, ``post_forward`` and ``post_backward``, keep that order whatever the schedule, since pipeline ranks with
+other schedules must meet in them; the others only wait for what was issued before.
 
 A program depends on the schedule and the shape alone, so it is compiled once and reused by every run.
 """
@@ -62,6 +64,8 @@ class Op:
         is_awaited: whether a step of the other lane waits for this one or a later one before the next awaited.
         communicates: whether it may issue collectives.
         ends_forward, begins_backward, ends_backward: first or last step of a microbatch's pass.
+        begins_layer, ends_layer: first or last step of a microbatch's pass through a layer, forward, or backward with
+            its weight gradients.
     """
 
     step: Step | None
@@ -78,6 +82,8 @@ class Op:
     ends_forward: bool
     begins_backward: bool
     ends_backward: bool
+    begins_layer: bool
+    ends_layer: bool
 
 
 @final
@@ -115,6 +121,7 @@ def compile_steps(
     """
     places = [{} if chunk is None else {(p.layer, p.slot): i for i, p in enumerate(chunk.places)} for chunk in chunks]
     drafts = _drafts(steps, rules, chunks, places)
+    _let_layers_end_last(drafts)
     if calls:
         drafts = _with_calls(drafts, calls)
     index_in_lane: list[int] = []
@@ -127,6 +134,9 @@ def compile_steps(
     ]
     awaited = {(1 - draft.lane, wait) for draft, wait in zip(drafts, waits, strict=True)}
     first, last = _ends(drafts)
+    of_layers = _layer_passes(drafts)
+    begins_layer = {positions[0] for positions in of_layers}
+    ends_layer = {positions[-1] for positions in of_layers}
     ops: list[Op] = []
     for position, draft in enumerate(drafts):
         step = draft.step
@@ -147,6 +157,8 @@ def compile_steps(
                 ends_forward=key[1] is Phase.F and last[key] == position,
                 begins_backward=key[1] is Phase.B and first[key] == position,
                 ends_backward=key[1] is Phase.B and last[key] == position,
+                begins_layer=position in begins_layer,
+                ends_layer=position in ends_layer,
             )
         )
     return Program(tuple(ops), (tuple(op for op in ops if op.lane == 0), tuple(op for op in ops if op.lane == 1)))
@@ -176,6 +188,23 @@ def _drafts(
             latest_sharer[lane] = position
         drafts.append(_Draft(step=step, call=None, lane=lane, before=[b for b in before if b != NONE]))
     return drafts
+
+
+def _layer_passes(drafts: Sequence[_Draft]) -> list[list[int]]:
+    """The positions of each microbatch's steps on each layer, forward, and backward with weight gradients."""
+    passes: dict[tuple[int, int, bool], list[int]] = {}
+    for position, draft in enumerate(drafts):
+        step = draft.step
+        if step is not None and step.layer is not None:
+            passes.setdefault((step.microbatch, step.layer, step.phase is Phase.F), []).append(position)
+    return list(passes.values())
+
+
+def _let_layers_end_last(drafts: Sequence[_Draft]) -> None:
+    """Let the last step of a layer's pass wait for those of the other lane: what the layer holds may go after it."""
+    for positions in _layer_passes(drafts):
+        last = drafts[positions[-1]]
+        last.before += [p for p in positions[:-1] if drafts[p].lane != last.lane][-1:]
 
 
 def _with_calls(drafts: Sequence[_Draft], calls: Mapping[Call, int]) -> list[_Draft]:

@@ -26,6 +26,7 @@ from layernodes.errors import NodeStateError, OptionError, ScheduleError
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import ChunkRun
 from layernodes.plan.collectives import CollectiveWatch
+from layernodes.plan.layer_hooks import LayerHooks
 from layernodes.plan.performance import Performance, StepCallback
 from layernodes.plan.program import LANES, Call, Op, Program, compile_steps
 from layernodes.plan.ranks import RankCheck, fingerprint
@@ -81,6 +82,7 @@ class Runner:
         on the
             state at the start, its microbatch, layer and slot alone, so that every order gives the same bits.
         before_step, after_step: called with each step, on its thread, around it.
+        layer_hooks: called around each layer's passes, in ``run``; for ``run_pair``, ``ChunkRun.add_hooks``.
 
     Raises:
         OptionError: an unknown kind of streams or random numbers.
@@ -94,11 +96,13 @@ class Runner:
         rng: RngMode | str = RngMode.PLAIN,
         before_step: StepCallback | None = None,
         after_step: StepCallback | None = None,
+        layer_hooks: LayerHooks | None = None,
     ) -> None:
         self._streams = _make_streams(_option(StreamKind, "streams", streams)) if isinstance(streams, str) else streams
         self._rng = _option(RngMode, "rng", rng)
         self._before_step = before_step
         self._after_step = after_step
+        self._layer_hooks = layer_hooks
         self._ranks = RankCheck()
         self._compiled: dict[tuple[Hashable, ...], _Compiled] = {}
         self._closed = False
@@ -144,6 +148,7 @@ class Runner:
                 _check_loss_grads(loss_grads, batches)
                 compiled = self._compile_schedule(schedule, chunk, len(batches), Mode.TRAIN if trains else Mode.FORWARD)
                 runs = [chunk.open(batch) for batch in batches]
+                _add_hooks(runs, self._layer_hooks)
             except Exception:
                 self._ranks.withdraw(chunk.exchange_groups())
                 raise
@@ -295,6 +300,13 @@ class _Compiled:
     fingerprint: Tensor
     sources: tuple[object, ...]
     is_watched: bool = False
+
+
+def _add_hooks(runs: Iterable[ChunkRun], hooks: LayerHooks | None) -> None:
+    if hooks is not None:
+        for run in runs:
+            for layer in range(len(run.plan.layers)):
+                run.add_hooks(layer, hooks)
 
 
 def _check_drained(runs: Sequence[ChunkRun | None]) -> None:

@@ -4,9 +4,10 @@ both."""
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -132,7 +133,7 @@ class Trainer:
         reset_globals(case.seed)
         # The training loop sets these, with a shape of its own; what a test before left must not stand in the way.
         MoEAuxLossAutoScaler.main_loss_backward_scale = None
-        MTPLossAutoScaler.main_loss_backward_scale = None
+        MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
         self.case = case
         self.config = make_config(case)
         self.chunks = [_make_chunk(case, self.config, stage) for stage in range(case.vpp or 1)]
@@ -145,7 +146,14 @@ class Trainer:
 
     def _distribute(self, ddp: dict[str, Any]) -> None:
         case, config = self.case, self.config
-        ddp_config = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": case.bf16, "bucket_size": 3000, **ddp})
+        ddp_config = DistributedDataParallelConfig(
+            **{
+                "grad_reduce_in_fp32": case.bf16,
+                "bucket_size": 3000,
+                "align_param_gather": case.bind_sync,
+                **ddp,
+            }
+        )
         self.chunks = [
             DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0 and not case.bind_sync)
             for index, chunk in enumerate(self.chunks)
@@ -178,12 +186,12 @@ class Trainer:
             gather = [chunk.start_param_sync for chunk in self.chunks]
             config.param_sync_func = gather[0] if one else gather
 
-    def run(self, way: Way, steps: int, *, forward_only: bool = False) -> None:
+    def run(self, way: Way, steps: int, *, forward_only: bool = False, **options: Any) -> None:
         """Take ``steps`` training steps, or evaluate ``steps`` batches."""
         case = self.case
         context: Any = nullcontext()
         if way.order is not None:
-            context = schedule(self.chunks, way.order, wgrad=way.wgrad, streams=way.streams)
+            context = schedule(self.chunks, way.order, wgrad=way.wgrad, streams=way.streams, **options)
         with context:
             for _ in range(steps):
                 if not forward_only:
@@ -227,12 +235,22 @@ class Trainer:
         return copy.deepcopy(
             {
                 "chunks": [chunk.state_dict() for chunk in self.chunks],
-                "optimizer": self.optimizer.state_dict(),
+                "optimizers": [
+                    (inner.state_dict(), [p.detach() for group in inner.param_groups for p in group["params"]])
+                    for inner in self._optimizers()
+                ],
                 "step": self.step,
                 "rng": torch.get_rng_state(),
                 "tracker": get_cuda_rng_tracker().get_states(),
             }
         )
+
+    def _optimizers(self) -> list[Any]:
+        """Torch's optimizers; in mixed precision or sharded, they hold parameters of their own."""
+        if self.case.ddp is None:
+            return [self.optimizer]
+        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [part.optimizer for part in parts]
 
     def resume(self, checkpoint: Mapping[str, Any]) -> None:
         """Go on from a checkpoint."""
@@ -240,7 +258,11 @@ class Trainer:
 
         for chunk, state in zip(self.chunks, checkpoint["chunks"], strict=True):
             chunk.load_state_dict(state)
-        self.optimizer.load_state_dict(checkpoint["optimizer"])
+        for inner, (state, values) in zip(self._optimizers(), checkpoint["optimizers"], strict=True):
+            inner.load_state_dict(state)
+            held = [p for group in inner.param_groups for p in group["params"]]
+            for parameter, value in zip(held, values, strict=True):
+                parameter.data.copy_(value)
         self.step = checkpoint["step"]
         torch.set_rng_state(checkpoint["rng"])
         get_cuda_rng_tracker().set_states(checkpoint["tracker"])
@@ -265,6 +287,33 @@ def compare(case: Case, ways: Sequence[Way], steps: int) -> list[str]:
         len(plain.losses) == steps * case.num_microbatches and torch.stack(plain.losses).isfinite().all()
     ):
         found.append(f"{case.name}: the plain run has {len(plain.losses)} losses, or losses that are not finite")
+    return found
+
+
+def compare_all(cases: Sequence[tuple[Case, int]], ways: Sequence[Way]) -> list[str]:
+    """``compare`` of each case, with its number of steps."""
+    return [line for case, steps in cases for line in compare(case, ways, steps)]
+
+
+def compare_resumed(case: Case, changes: Sequence[tuple[Way, Way]], steps: int) -> list[str]:
+    """Train plainly, and in two halves from one way to another over a checkpoint; what differs, on this rank."""
+    plain = train(case, PLAIN, 2 * steps)
+    found = []
+    for before, after in changes:
+        first = Trainer(case)
+        first.run(before, steps)
+        buffer = io.BytesIO()
+        torch.save(first.checkpoint(), buffer)
+        buffer.seek(0)
+        second = Trainer(replace(case, seed=case.seed + 1))
+        second.case = case
+        second.resume(torch.load(buffer, weights_only=False))
+        second.run(after, steps)
+        whole = second.trained()
+        whole = replace(whole, losses=[*first.losses, *whole.losses])
+        difference = plain.difference(whole)
+        if difference is not None:
+            found.append(f"{case.name} ({before} to {after}): {difference}")
     return found
 
 
@@ -322,6 +371,9 @@ def make_config(case: Case) -> TransformerConfig:
             "pipeline_model_parallel_size": case.pp,
             "virtual_pipeline_model_parallel_size": case.vpp,
             "expert_model_parallel_size": case.ep,
+            # On two stages Megatron-Core mixes up forward and backward messages without this.
+            "overlap_p2p_comm": case.vpp is not None,
+            "batch_p2p_comm": case.vpp is None,
             "pipeline_dtype": dtype,
             "params_dtype": dtype,
             "bf16": case.bf16,
