@@ -77,6 +77,29 @@ def repeated_turn(shape: ChunkShape, num_microbatches: int, turn: PairSchedule) 
     return Candidate("the best pair, repeated", tuple(steps))
 
 
+def repeated_turn_between_pairs(
+    shape: ChunkShape, num_microbatches: int, turn: PairSchedule, start: Schedule
+) -> Iterator[Candidate]:
+    """The same with two microbatches ahead: the first two forwards run together, and the last two backwards.
+
+    Args:
+        shape: the chunk's shape.
+        num_microbatches: at least 2.
+        turn: the pair.
+        start: the forwards of microbatches 0 and 1.
+    """
+    last = num_microbatches - 2
+    turns = [
+        Step(step.phase, m + 2 if step.phase is Phase.F else m, step.layer, step.slot)
+        for m in range(last)
+        for step in turn
+    ]
+    ending = [step for step in schedules.forward_forward(shape, 2) if step.phase is not Phase.F]
+    for place in (WgradPlace.AFTER_B, WgradPlace.NEXT_COMM):
+        placed = Schedule(place_wgrad(ending, forward_shape=shape, backward_shape=shape, place=place)).shift(last)
+        yield Candidate(f"the best pair, repeated two ahead, last W {place}", (*start, *turns, *placed))
+
+
 def repeated_group(shape: ChunkShape, num_microbatches: int, group: Schedule) -> Candidate:
     """A schedule of two microbatches repeated; an odd last microbatch runs alone."""
     groups = (group.shift(first) for first in range(0, num_microbatches - 1, 2))

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 
 from layernodes.errors import ScheduleError
-from layernodes.plan import candidates
+from layernodes.plan import candidates, schedules
 from layernodes.plan.costs import CostModel
 from layernodes.plan.optimization import MAX_STATES, Effort, Optimization, Optimized, Progress
 from layernodes.plan.rules import Mode, Rules
@@ -151,6 +151,8 @@ def _repeated(shape: ChunkShape, costs: CostModel, num_microbatches: int, effort
         shape, shape, costs, time_limit=None if left is None else left / 4, max_states=max_states
     )
     found.append(candidates.repeated_turn(shape, num_microbatches, pair.schedule))
+    start = schedules.forward_only(shape, 2, group=2)
+    found += candidates.repeated_turn_between_pairs(shape, num_microbatches, pair.schedule, start)
     try:
         group = optimize_with_report(
             shape,
