@@ -15,6 +15,7 @@ from layernodes.errors import (
     ScheduleError,
     ScheduleParseError,
     StepError,
+    StreamOrderError,
     UnsupportedLayerError,
     Violation,
 )
@@ -37,13 +38,28 @@ from layernodes.nodes import (
     ScheduleNode,
     WgradHook,
 )
+from layernodes.plan import pairs, schedules
+from layernodes.plan.chunk_plan import ChunkPlan
+from layernodes.plan.chunk_run import ChunkRun
 from layernodes.plan.describe import LayerDescription, NodeDescription
+from layernodes.plan.generators import backward_steps, forward_steps, interleave, pair_steps
 from layernodes.plan.layer_plan import ForwardFuncs, LayerPlan
+from layernodes.plan.recording import Record, RecordingStreams, RecordKind
+from layernodes.plan.rng import RngMode
+from layernodes.plan.runner import Runner, RunResult, StreamKind
+from layernodes.plan.schedule import PairSchedule, Schedule
+from layernodes.plan.shape import ChunkShape, LayerShape, SlotShape
+from layernodes.plan.step import Step
+from layernodes.plan.timeline import Interval, Timeline
+from layernodes.plan.validate import validate, validate_pair
 from layernodes.slots import MEGATRON_SLOTS, ExtraSlot, Phase, Slot, StreamType
 from layernodes.state import Handoffs, NodeContext
 
 __all__ = [
     "MEGATRON_SLOTS",
+    "ChunkPlan",
+    "ChunkRun",
+    "ChunkShape",
     "CombineExchangeNode",
     "CombineNode",
     "CpuHost",
@@ -53,32 +69,55 @@ __all__ = [
     "ForwardFuncs",
     "Handoffs",
     "Installation",
+    "Interval",
     "LayerDescription",
     "LayerNodesError",
     "LayerPlan",
+    "LayerShape",
     "MTPPostNode",
     "NodeContext",
     "NodeDefinitionError",
     "NodeDescription",
     "NodeStateError",
+    "PairSchedule",
     "Phase",
     "PlanError",
     "PostCombineNode",
     "PreDispatchNode",
     "RankMismatchError",
+    "Record",
+    "RecordKind",
+    "RecordingStreams",
+    "RngMode",
+    "RunResult",
+    "Runner",
+    "Schedule",
     "ScheduleError",
     "ScheduleNode",
     "ScheduleParseError",
     "Slot",
+    "SlotShape",
+    "Step",
     "StepError",
+    "StreamKind",
+    "StreamOrderError",
     "StreamType",
+    "Timeline",
     "UnsupportedLayerError",
     "Violation",
     "WgradHook",
+    "backward_steps",
     "build_layer_callables",
     "build_mtp_layer_callables",
     "build_transformer_layer_callables",
     "cpu_host",
+    "forward_steps",
     "get_layer_moe_metadata",
     "install",
+    "interleave",
+    "pair_steps",
+    "pairs",
+    "schedules",
+    "validate",
+    "validate_pair",
 ]

@@ -13,13 +13,9 @@ The table (``_patches``) is the whole of it: one row a name, grouped by the reas
 
 from __future__ import annotations
 
-import functools
 import logging
-import threading
-import time
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar, Final, Self, final
@@ -28,17 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from layernodes import _cpu_device as device
 from layernodes.errors import NodeStateError
+from layernodes.quiet import quiet_import
 
-with warnings.catch_warnings():
-    # Megatron-Core warns on import for each optional package that is missing (Transformer Engine, Apex, absl); on a
-    # CPU they always are, and a program that turns warnings into errors could not import it.
-    warnings.simplefilter("ignore")
+with quiet_import():
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_layer, moe_utils, shared_experts, token_dispatcher
 
 _MISSING: Final = object()
-_CPU: Final = torch.device("cpu")
 _FACTORIES: Final = (
     *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace"),
     *("logspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like"),
@@ -102,7 +96,7 @@ class CpuHost:
 
     def current_device(self) -> torch.device:
         """``torch.cuda.current_device``: the CPU, in the form that every ``device=`` takes."""
-        return _CPU
+        return device.CPU
 
 
 def _current_host() -> CpuHost | None:
@@ -164,41 +158,44 @@ def _apply(stack: ExitStack, host: CpuHost) -> None:
 def _patches(host: CpuHost) -> Iterator[Patch]:
     """The table: every name that gets a stand-in, grouped by why it needs one."""
     yield Patch(target=torch.cuda, name="current_device", replacement=host.current_device)
-    yield Patch(target=torch.cuda, name="set_device", replacement=_ignore)
+    yield Patch(target=torch.cuda, name="set_device", replacement=device.ignore)
     yield from _stream_patches()
     yield from _allocation_patches()
     yield from _generator_patches()
     yield from _recompute_patches()
     yield from _moe_patches()
+    yield from _optimizer_patches()
 
 
 def _stream_patches() -> Iterator[Patch]:
     """Streams and events: the dispatcher's device-to-host copies, the schedule plan, shared experts."""
-    streams = _StreamState()
+    streams = device.StreamState()
     for name, stand_in in {
-        "Stream": HostStream,
-        "Event": HostEvent,
+        "Stream": device.HostStream,
+        "Event": device.HostEvent,
         "current_stream": streams.current,
         "default_stream": streams.default,
         "set_stream": streams.set,
         "stream": streams.use,
-        "synchronize": _ignore,
-        "is_current_stream_capturing": _false,
+        "synchronize": device.ignore,
+        "is_current_stream_capturing": device.false,
     }.items():
         yield Patch(target=torch.cuda, name=name, replacement=stand_in)
     # Two classes keep one stream for all their instances, made by the first of them. Given here, it neither outlives
     # the host nor is it missing for a model that an earlier host built.
-    yield Patch(target=token_dispatcher.MoEAlltoAllTokenDispatcher, name="cuda_dtoh_stream", replacement=HostStream())
-    yield Patch(target=shared_experts.SharedExpertMLP, name="stream", replacement=HostStream())
+    yield Patch(
+        target=token_dispatcher.MoEAlltoAllTokenDispatcher, name="cuda_dtoh_stream", replacement=device.HostStream()
+    )
+    yield Patch(target=shared_experts.SharedExpertMLP, name="stream", replacement=device.HostStream())
     # The caching allocator's cross-stream bookkeeping; the CPU has no such allocator and raises.
-    yield Patch(target=Tensor, name="record_stream", replacement=_ignore)
+    yield Patch(target=Tensor, name="record_stream", replacement=device.ignore)
 
 
 def _allocation_patches() -> Iterator[Patch]:
     """``device="cuda"`` in factories (causal mask, token counts) and ``Tensor.cuda()`` (rotary positions)."""
     for name in _FACTORIES:
-        yield Patch(target=torch, name=name, replacement=_on_cpu(getattr(torch, name)))
-    yield Patch(target=Tensor, name="cuda", replacement=_self)
+        yield Patch(target=torch, name=name, replacement=device.on_cpu(getattr(torch, name)))
+    yield Patch(target=Tensor, name="cuda", replacement=device.itself)
 
 
 def _generator_patches() -> Iterator[Patch]:
@@ -209,16 +206,16 @@ def _generator_patches() -> Iterator[Patch]:
     """
     for module in (torch.cuda, torch.cuda.random):
         for name, stand_in in {
-            "get_rng_state": _get_rng_state,
-            "set_rng_state": _set_rng_state,
-            "manual_seed": _manual_seed,
-            "manual_seed_all": _manual_seed,
-            "seed": _reseed,
+            "get_rng_state": device.get_rng_state,
+            "set_rng_state": device.set_rng_state,
+            "manual_seed": device.manual_seed,
+            "manual_seed_all": device.manual_seed,
+            "seed": device.reseed,
             "initial_seed": torch.initial_seed,
         }.items():
             yield Patch(target=module, name=name, replacement=stand_in)
-    yield Patch(target=megatron_random, name="_get_cuda_rng_state", replacement=_get_rng_state)
-    yield Patch(target=megatron_random, name="_set_cuda_rng_state", replacement=_set_rng_state)
+    yield Patch(target=megatron_random, name="_get_cuda_rng_state", replacement=device.get_rng_state)
+    yield Patch(target=megatron_random, name="_set_cuda_rng_state", replacement=device.set_rng_state)
     # A fork that sees the CPU generator move logs a warning, since on a GPU that is a mistake; here it always moves.
     logger = logging.getLogger(megatron_random.__name__)
     yield Patch(target=logger, name="filters", replacement=[*logger.filters, _is_not_fork_warning])
@@ -245,90 +242,9 @@ def _moe_patches() -> Iterator[Patch]:
         yield Patch(target=moe_layer, name="TELinear", replacement=HostLinear)
 
 
-class HostStream:
-    """``torch.cuda.Stream`` on the CPU: whatever is issued has already run, so every wait is over at once."""
-
-    def __init__(self, device: object = None, priority: int = 0, **_: object) -> None:
-        self.device = _CPU
-        self.priority = priority
-
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        """Lowest and highest priority, as CUDA gives them."""
-        return (0, -5)
-
-    def query(self) -> bool:
-        """All work issued here has finished."""
-        return True
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: HostEvent) -> None:
-        """Nothing to wait for."""
-
-    def wait_stream(self, stream: HostStream) -> None:
-        """Nothing to wait for."""
-
-    def record_event(self, event: HostEvent | None = None) -> HostEvent:
-        """Record ``event``, or a new one, and return it."""
-        event = HostEvent() if event is None else event
-        event.record(self)
-        return event
-
-
-class HostEvent:
-    """``torch.cuda.Event`` on the CPU: complete as soon as it is recorded, and remembers when that was."""
-
-    def __init__(self, enable_timing: bool = False, **_: object) -> None:
-        self._nanoseconds = 0 if not enable_timing else time.perf_counter_ns()
-
-    def record(self, stream: HostStream | None = None) -> None:
-        """Take the time."""
-        self._nanoseconds = time.perf_counter_ns()
-
-    def wait(self, stream: HostStream | None = None) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """The work before the event has finished."""
-        return True
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def elapsed_time(self, end_event: HostEvent) -> float:
-        """Milliseconds from this event's recording to ``end_event``'s."""
-        return (end_event._nanoseconds - self._nanoseconds) / 1e6
-
-
-@final
-class _StreamState:
-    """The current stream of each thread, and the default stream of all."""
-
-    def __init__(self) -> None:
-        self._default = HostStream()
-        self._local = threading.local()
-
-    def default(self, device: object = None) -> HostStream:
-        return self._default
-
-    def current(self, device: object = None) -> HostStream:
-        stream: HostStream = getattr(self._local, "stream", self._default)
-        return stream
-
-    def set(self, stream: HostStream | None) -> None:
-        if stream is not None:
-            self._local.stream = stream
-
-    @contextmanager
-    def use(self, stream: HostStream | None) -> Iterator[None]:
-        outer = self.current()
-        self.set(stream)
-        try:
-            yield
-        finally:
-            self.set(outer)
+def _optimizer_patches() -> Iterator[Patch]:
+    """Megatron-Core's optimizers tell parameters apart by names such as ``torch.cuda.FloatTensor``."""
+    yield Patch(target=Tensor, name="type", replacement=device.device_type(Tensor.type))
 
 
 class HostLinear(torch.nn.Module):
@@ -402,54 +318,6 @@ def _no_context(**_: object) -> nullcontext[None]:
     return nullcontext()
 
 
-def _ignore(*_: object, **__: object) -> None:
-    """Nothing to do on a CPU."""
-
-
-def _false() -> bool:
-    """A CPU captures no graph."""
-    return False
-
-
-def _self(tensor: Tensor, *_: object, **__: object) -> Tensor:
-    """``Tensor.cuda``: the tensor is on the device already."""
-    return tensor
-
-
-def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap a torch factory so that a CUDA ``device=`` means the CPU."""
-
-    @functools.wraps(factory)
-    def create(*args: Any, **kwargs: Any) -> Tensor:
-        device = kwargs.get("device")
-        # An int is CUDA's shorthand for one of its devices.
-        if device is not None and (isinstance(device, int) or torch.device(device).type == "cuda"):
-            kwargs["device"] = _CPU
-        return factory(*args, **kwargs)
-
-    return create
-
-
-def _get_rng_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> Tensor | torch.Generator:
-    """State of the CPU generator: a tensor, or a generator of its own where Megatron wants a graph-safe one."""
-    return torch.default_generator.clone_state() if graph_safe else torch.get_rng_state()
-
-
-def _set_rng_state(new_state: Tensor | torch.Generator, device: object = None, graph_safe: bool = False) -> None:
-    """Put a state of ``_get_rng_state`` into the CPU generator."""
-    torch.set_rng_state(new_state.get_state() if isinstance(new_state, torch.Generator) else new_state)
-
-
-def _manual_seed(seed: int) -> None:
-    """Seed the CPU generator itself; ``torch.manual_seed`` would come back here through ``manual_seed_all``."""
-    torch.default_generator.manual_seed(int(seed))
-
-
-def _reseed() -> None:
-    """``torch.cuda.seed``: a seed nobody chose."""
-    torch.default_generator.seed()
-
-
 def _is_not_fork_warning(record: logging.LogRecord) -> bool:
     """Keep every log record but the tracker's remark that a fork moved the CPU generator."""
     return record.msg != _FORK_WARNING
@@ -457,19 +325,7 @@ def _is_not_fork_warning(record: logging.LogRecord) -> bool:
 
 def _get_share_storage() -> Callable[[Tensor, Tensor], None]:
     """Stand-in for the compiled extension of ``CheckpointWithoutOutput``."""
-    return _share_storage
-
-
-def _share_storage(dst: Tensor, src: Tensor) -> None:
-    """Make ``dst``'s storage, emptied before, hold ``src``'s bytes.
-
-    Works below the tensor, so that every view of ``dst`` saved by autograd sees the data and no version counter moves.
-    The extension shares the memory; this copies it, which changes no bit.
-    """
-    source = src.untyped_storage()
-    storage = dst.untyped_storage()
-    storage.resize_(source.nbytes())
-    storage.copy_(source)
+    return device.share_storage
 
 
 def _maybe_move_tensor_to_cpu(

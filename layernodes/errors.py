@@ -170,5 +170,35 @@ class StepError(LayerNodesError, RuntimeError):
         self.completed: tuple[str, ...] = tuple(completed)
 
 
+class StreamOrderError(LayerNodesError, RuntimeError):
+    """Work on the two streams is not ordered, or a storage is used out of its life.
+
+    Attributes:
+        rule: ``"order"``, ``"released"``, ``"reuse"``, ``"undeclared"`` or ``"collectives"``.
+        step: text of the step at fault.
+        other: text of the step that it collides with, or None where that is not known.
+        tensor: the tensor, or the process group.
+    """
+
+    def __init__(self, message: str, *, rule: str, step: str, other: str | None, tensor: str) -> None:
+        super().__init__(message)
+        self.rule = rule
+        self.step = step
+        self.other = other
+        self.tensor = tensor
+
+    @classmethod
+    def of_group(cls, group: str, *, step: str, other: str, stream: str) -> StreamOrderError:
+        """A process group whose collectives come from both streams; ``other`` issued some on ``stream``."""
+        return cls(
+            f"{step} issues collectives of process group {group!r}, which {other} uses on the {stream} stream; issue "
+            f"those of one group on one stream, or give the node a group of its own",
+            rule="collectives",
+            step=step,
+            other=other,
+            tensor=group,
+        )
+
+
 class RankMismatchError(LayerNodesError, RuntimeError):
     """The ranks of a process group hold different schedules."""

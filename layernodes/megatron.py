@@ -3,13 +3,18 @@ place."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, final
 
 from layernodes._megatron.layer_kinds import kind_of, moe_metadata
 from layernodes._megatron.patches import Builders, Patch, is_patched, schedule_plan_patches
+from layernodes._megatron.wgrad import delays_wgrads
 from layernodes.errors import NodeStateError, UnsupportedLayerError
-from layernodes.plan.layer_plan import ForwardFuncs, LayerPlan
+from layernodes.plan.describe import wgrad_names
+from layernodes.plan.layer_plan import ForwardFuncs, LayerPlan, WgradMode
+from layernodes.training import schedule
+from layernodes.wgrad import StoreHook
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -26,7 +31,7 @@ def build_transformer_layer_callables(layer: TransformerLayer) -> tuple[ForwardF
         UnsupportedLayerError: a layer or configuration that is not handled.
     """
     _require(layer, is_mtp=False)
-    return LayerPlan.build(layer).callables()
+    return _plan_for_caller(layer).callables()
 
 
 def build_mtp_layer_callables(layer: MultiTokenPredictionLayer) -> tuple[ForwardFuncs, dict[str, Any]]:
@@ -39,7 +44,7 @@ def build_mtp_layer_callables(layer: MultiTokenPredictionLayer) -> tuple[Forward
         UnsupportedLayerError: a layer or configuration that is not handled.
     """
     _require(layer, is_mtp=True)
-    return LayerPlan.build(layer).callables()
+    return _plan_for_caller(layer).callables()
 
 
 def build_layer_callables(layer: Module) -> tuple[ForwardFuncs, dict[str, Any]]:
@@ -50,7 +55,7 @@ def build_layer_callables(layer: Module) -> tuple[ForwardFuncs, dict[str, Any]]:
     Raises:
         UnsupportedLayerError: a layer or configuration that is not handled.
     """
-    return LayerPlan.build(layer).callables()
+    return _plan_for_caller(layer).callables()
 
 
 def get_layer_moe_metadata(layer: Module) -> tuple[bool, int | None]:
@@ -68,9 +73,11 @@ class Installation:
     A layer's plan is built once and reused by every microbatch of the installation.
     """
 
-    def __init__(self) -> None:
-        self._plans: dict[Module, LayerPlan] = {}
+    def __init__(self, build: Callable[[Module], LayerPlan] = LayerPlan.build) -> None:
+        self._build_plan = build
+        self._plans: dict[tuple[Module, bool], LayerPlan] = {}
         self._saved: list[Patch] = []
+        self._pending: dict[int, StoreHook] = {}
 
     @property
     def active(self) -> bool:
@@ -100,11 +107,33 @@ class Installation:
         return self
 
     def stop(self) -> None:
-        """Give Megatron-Core its own names back; does nothing where not started."""
+        """Give Megatron-Core its own names back; does nothing where not started.
+
+        Raises:
+            NodeStateError: weight gradients that a backward deferred were never computed; lists them. Done all the
+                same.
+        """
+        pending = self._restore()
+        if pending:
+            raise NodeStateError(
+                f"weight gradients were deferred and backward_dw() was never called for them: {'; '.join(pending)}; "
+                f"with delay_wgrad_compute on, call backward_dw() of each slot after its backward"
+            )
+
+    def _restore(self) -> list[str]:
         while self._saved:
             owner, name, value = self._saved.pop()
             setattr(owner, name, value)
+        pending = [
+            f"layer {getattr(plan.layer, 'layer_number', '?')} {slot} ({', '.join(wgrad_names(plan.layer, node))})"
+            for hook in self._pending.values()
+            for plan in self._plans.values()
+            for slot, node in plan.nodes.items()
+            if node is hook.node
+        ]
+        self._pending.clear()
         self._plans.clear()
+        return pending
 
     def __enter__(self) -> Self:
         return self.start()
@@ -112,23 +141,34 @@ class Installation:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.stop()
+        if exc is None:
+            self.stop()
+        else:
+            self._restore()
 
     def _build(self, layer: Module) -> tuple[ForwardFuncs, dict[str, Any]]:
-        plan = self._plans.get(layer)
+        key = layer, delays_wgrads(layer)
+        plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[layer] = LayerPlan.build(layer)
-        return plan.callables()
+            plan = self._plans[key] = self._build_plan(layer)
+        forward_funcs, backward_dw = plan.callables()
+        for hooks in backward_dw.values():
+            for hook in hooks if isinstance(hooks, list) else [hooks]:
+                if isinstance(hook, StoreHook):
+                    hook.watch(self._pending)
+        return forward_funcs, backward_dw
 
 
-def install() -> Installation:
+def install(build: Callable[[Module], LayerPlan] | None = None) -> Installation:
     """Run Megatron-Core's own schedule plan on our nodes.
 
     ``GPTModel.build_schedule_plan``, ``TransformerLayerSchedulePlan.run``, ``TransformerModelChunkSchedulePlan.run``
-    and the
-    combined-1F1B training functions then use them. Use it as a context manager, or with ``start()`` and ``stop()``;
-    leaving
-    it restores everything.
+    and the combined-1F1B training functions then use them. Use it as a context manager, or with ``start()`` and
+    ``stop()``; leaving it restores everything.
+
+    Args:
+        build: makes the plan of a layer, once a layer; give one that calls ``LayerPlan.build(layer, nodes=...)`` to
+            run nodes of your own.
 
     Example::
 
@@ -136,7 +176,13 @@ def install() -> Installation:
             plan = model.build_schedule_plan(tokens, positions, mask, labels=labels)
             loss = type(plan).run(plan, None)
     """
-    return Installation()
+    return Installation(build or _plan_for_caller)
+
+
+def _plan_for_caller(layer: Module) -> LayerPlan:
+    """A plan that defers weight gradients where the layer's configuration says that its caller drains them."""
+    kind_of(layer, has_nodes=False)
+    return LayerPlan.build(layer, wgrad=WgradMode.AUTO if delays_wgrads(layer) else WgradMode.OFF)
 
 
 def _require(layer: Any, *, is_mtp: bool) -> None:
@@ -156,4 +202,5 @@ __all__ = [
     "build_transformer_layer_callables",
     "get_layer_moe_metadata",
     "install",
+    "schedule",
 ]

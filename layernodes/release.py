@@ -1,11 +1,13 @@
 """Freeing a tensor's storage early, on proof that nobody else uses it.
 
-Contract: ``release(outer, inner)`` empties the storage that a slot's input shares with the output it came from, and
-only when every holder of that storage is known:
+Contract: ``release_inputs`` empties the storage that a slot's input (``inner``) shares with the output it came from
+(``outer``), and only when every holder of that storage is known:
 
     the storage      is held by ``outer``, ``inner`` and the handle through which we look: 3
     ``outer``        is held by its Python object only: 1 (2: the producer's autograd saved it)
     ``inner``        is held by its Python object, and by its accumulation node where it requires grad: 1 or 2
+    Python's ``inner`` is referenced by the sequence of the slot's inputs and nothing else: an output that is the input
+                     itself, an ``autograd.Function`` that keeps it as an attribute, a node that remembers it
 
 Anything else - a view, a saved input or output, a buffer that is global to the process - shows up as one more holder,
 and then the storage is kept. Which names a node has, or which dispatcher a layer has, plays no part.
@@ -13,10 +15,23 @@ and then the storage is kept. Which names a node has, or which dispatcher a laye
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Final
+
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
-_LOOKING = 1  # the handle through which a storage's holders are counted
+from layernodes.lane import Lane, empty_storage
+
+_LOOKING: Final = 1  # the handle through which a storage's holders are counted
+
+
+# How many references looking at an item of a sequence adds; it differs between versions of Python.
+_LONE: Final = [object()]
+_LOOKING_AT_ITEM: Final = sys.getrefcount(_LONE[0]) - 1
 
 
 def num_storage_holders(tensor: Tensor) -> int:
@@ -38,23 +53,56 @@ def is_sole_holder(tensor: Tensor) -> bool:
 def may_release(outer: Tensor, inner: Tensor) -> bool:
     """Whether the storage shared by ``outer`` (an output) and ``inner`` (its detached copy) has no other user.
 
-    Call it after the forward that consumed ``inner``, while both are alive.
+    Call it after the forward that consumed ``inner``, while both are alive. What it cannot see is a further reference
+    of Python to the very objects ``outer`` and ``inner``; ``release_inputs`` sees those to ``inner``.
     """
+    if outer.data_ptr() != inner.data_ptr():
+        return False
     most = 2 if inner.requires_grad else 1  # an input that the slot did not use has no accumulation node
-    return num_storage_holders(outer) == 2 and num_tensor_holders(outer) == 1 and num_tensor_holders(inner) <= most
+    return bool(
+        outer._use_count() == 1  # type: ignore[attr-defined]
+        and inner._use_count() <= most  # type: ignore[attr-defined]
+        and num_storage_holders(outer) == 2
+    )
 
 
-def release(outer: Tensor, inner: Tensor, stream: torch.Stream | None = None) -> bool:
-    """Empty the storage that ``outer`` and ``inner`` share where that is proved safe; tell whether it was.
+def release_inputs(outers: Sequence[object], inners: Sequence[object], lane: Lane | None = None) -> int:
+    """Empty the storage of each input of a slot where that is proved safe; tells how many were emptied.
 
     Args:
-        outer: the producer's output.
-        inner: the consumer's detached input; shares the storage of ``outer``.
-        stream: the accelerator stream that may still be reading it; None on a CPU.
+        outers: the outputs of the slot before. Whoever else refers to these objects must expect them to be emptied.
+        inners: the slot's detached inputs, which share their storages; the only sequence that holds them.
+        lane: the lane whose work may still be reading the inputs; None on a CPU.
     """
-    if outer.data_ptr() != inner.data_ptr() or not may_release(outer, inner):
+    num_released = 0
+    for i, outer in enumerate(outers):
+        if isinstance(outer, Tensor) and _may_release_input(outer, inners, i):
+            if lane is None:
+                empty_storage(outer)
+            else:
+                lane.releases(outer)
+            num_released += 1
+    return num_released
+
+
+def _may_release_input(outer: Tensor, inners: Sequence[object], i: int) -> bool:
+    inner = inners[i]
+    if not isinstance(inner, Tensor) or not may_release(outer, inner):
         return False
-    if stream is not None:
-        outer.record_stream(stream)
-    outer.untyped_storage().resize_(0)
-    return True
+    expected = _references_of_leaf() if inner._use_count() > 1 else 1  # type: ignore[attr-defined]
+    del inner  # one reference fewer to account for
+    return sys.getrefcount(inners[i]) - _LOOKING_AT_ITEM == expected
+
+
+@functools.cache
+def _references_of_leaf() -> int:
+    """How many references Python counts to a tensor in a sequence once an accumulation node holds it too.
+
+    Some versions of torch keep the Python object alive by one reference of their own while C++ holds the tensor.
+    """
+    with torch.enable_grad():
+        leaf = [torch.empty(0, requires_grad=True)]
+        edge = get_gradient_edge(leaf[0])
+    references = sys.getrefcount(leaf[0]) - _LOOKING_AT_ITEM
+    del edge
+    return references

@@ -6,7 +6,7 @@ attribute. Here the same object carries one ``Handoffs``, and nothing else of ou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import UnionType
 from typing import Protocol, final, runtime_checkable
 
@@ -80,9 +80,17 @@ class Handoffs:
         self._spent.add(name)
         return value
 
+    def waiting(self, names: Iterable[str]) -> list[object]:
+        """The values of those of ``names`` that wait to be taken."""
+        return [self._values[name] for name in names if name in self._values]
+
     def pending(self) -> tuple[str, ...]:
         """Names written and not yet taken."""
         return tuple(self._values)
+
+    def is_pending(self, name: str) -> bool:
+        """Whether ``name`` is written and not yet taken."""
+        return name in self._values
 
     def was_written(self, name: str) -> bool:
         """Whether ``name`` was ever written, taken since or not."""

@@ -1,8 +1,7 @@
 """Streams: what runs two lanes of work so that each is a FIFO and each crossing waits.
 
 A lane is a sequence of tasks in order. A task may wait for one of the other lane; everything before that one is then
-done
-too. The three backends give that the same meaning:
+done too. The three backends give that the same meaning:
 
     inline     one task after the other, in the order of the whole
     threads    the caller runs the compute lane, a thread of the run's own the communication lane
@@ -20,12 +19,18 @@ from typing import Protocol, final
 import torch
 
 from layernodes.errors import NodeStateError
+from layernodes.lane import DeviceLane, Lane
 
 NO_WAIT = -1
 
 
 class Task(Protocol):
     """One task of a lane."""
+
+    @property
+    def text(self) -> str:
+        """Its name."""
+        ...
 
     @property
     def lane(self) -> int:
@@ -60,12 +65,12 @@ Spans = list[tuple[float, float]]
 class Streams[T: Task](Protocol):
     """Runs two lanes."""
 
-    def run(self, tasks: Sequence[T], perform: Callable[[T, torch.Stream | None], None]) -> Spans:
+    def run(self, tasks: Sequence[T], perform: Callable[[T, Lane | None], None]) -> Spans:
         """Run every task; an exception of ``perform`` ends the run and is raised from here, once.
 
         Args:
             tasks: in the order of the whole.
-            perform: called with each task and the accelerator stream it runs on, None on a CPU.
+            perform: called with each task and the lane it runs on, where memory needs to be told of it.
         """
         ...
 
@@ -74,7 +79,7 @@ class Streams[T: Task](Protocol):
 class InlineStreams[T: Task]:
     """One task after the other."""
 
-    def run(self, tasks: Sequence[T], perform: Callable[[T, torch.Stream | None], None]) -> Spans:
+    def run(self, tasks: Sequence[T], perform: Callable[[T, Lane | None], None]) -> Spans:
         """See ``Streams.run``."""
         spans: Spans = []
         clock = time.perf_counter
@@ -92,16 +97,14 @@ class ThreadStreams[T: Task]:
     """Two threads: the caller's for the compute lane, one of the run's own for the communication lane.
 
     The second takes over the caller's grad mode, autocast and default device. It ends with the run; after a failure
-    it ends
-    when the task it is in returns, which for a collective may be the group's timeout, and the run does not wait for
-    that
-    longer than ``patience`` seconds.
+    it ends when the task it is in returns, which for a collective may be the group's timeout, and the run does not wait
+    for that longer than ``patience`` seconds.
     """
 
     def __init__(self, patience: float = 0.5) -> None:
         self._patience = patience
 
-    def run(self, tasks: Sequence[T], perform: Callable[[T, torch.Stream | None], None]) -> Spans:
+    def run(self, tasks: Sequence[T], perform: Callable[[T, Lane | None], None]) -> Spans:
         """See ``Streams.run``."""
         lanes = [[task for task in tasks if task.lane == lane] for lane in (0, 1)]
         spans: Spans = [(0.0, 0.0)] * len(tasks)
@@ -135,13 +138,16 @@ class ThreadStreams[T: Task]:
             thread.start()
             try:
                 work(0)
+                progress.wait(1, lanes[1][-1].index)
             except BaseException as error:  # an interrupt between two tasks
                 progress.fail(error)
             thread.join(self._patience if progress.error is not None else None)
-            if progress.error is not None:
-                thread.join(self._patience)
-        if progress.error is not None:
-            raise progress.error
+        failure, progress.error = progress.error, None
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure, progress  # else the traceback would hold itself, and the run's tensors, in a cycle
         return spans
 
 
@@ -149,21 +155,22 @@ class ThreadStreams[T: Task]:
 class _Progress:
     """How many tasks each lane has done, and the first failure."""
 
-    __slots__ = ("_changed", "_done", "error")
+    __slots__ = ("_changed", "_done", "error", "failed")
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.Lock())
         self._done = [0, 0]
         self.error: BaseException | None = None
+        self.failed = False
 
     def wait(self, lane: int, index: int) -> bool:
         """Wait until ``lane`` has done the task ``index``; False if a task has failed."""
         done = self._done
         if done[lane] <= index:
             with self._changed:
-                while done[lane] <= index and self.error is None:
+                while done[lane] <= index and not self.failed:
                     self._changed.wait()
-        return self.error is None
+        return not self.failed
 
     def advance(self, lane: int) -> None:
         """One more task of ``lane`` is done."""
@@ -176,6 +183,7 @@ class _Progress:
         with self._changed:
             if self.error is None:
                 self.error = error
+            self.failed = True
             self._changed.notify_all()
 
 
@@ -189,10 +197,13 @@ class _ThreadState:
             (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
         ]
         self._device = torch.get_default_device()
+        self._inference = torch.is_inference_mode_enabled()
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            if self._inference:
+                stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self._grad))
             for kind, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
@@ -213,16 +224,17 @@ class DeviceStreams[T: Task]:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        if device is None:
-            device = torch.accelerator.current_accelerator(check_available=True)
+        if device is None and torch.accelerator.is_available():
+            device = torch.accelerator.current_accelerator()
         if device is None:
             raise NodeStateError("streams='cuda' needs an accelerator and none is available; use 'threads' or 'inline'")
         self._device = device
         self._comm = torch.Stream(device=device)
 
-    def run(self, tasks: Sequence[T], perform: Callable[[T, torch.Stream | None], None]) -> Spans:
+    def run(self, tasks: Sequence[T], perform: Callable[[T, Lane | None], None]) -> Spans:
         """See ``Streams.run``; spans are measured on the device."""
         streams = (torch.accelerator.current_stream(self._device), self._comm)
+        on_lane = tuple(DeviceLane(stream) for stream in streams)
         events: list[tuple[torch.Event, torch.Event]] = []
         done: tuple[dict[int, torch.Event], dict[int, torch.Event]] = ({}, {})
         origin = self._event(streams[0])
@@ -231,15 +243,16 @@ class DeviceStreams[T: Task]:
             for task in tasks:
                 stream = streams[task.lane]
                 if task.waits_for != NO_WAIT:
-                    stream.wait_event(_first_at_or_after(done[1 - task.lane], task.waits_for))
-                with stream:
-                    began = self._event(stream)
-                    perform(task, stream)
-                    ended = self._event(stream)
+                    stream.wait_event(done[1 - task.lane][task.waits_for])
+                torch.accelerator.set_stream(stream)
+                began = self._event(stream)
+                perform(task, on_lane[task.lane])
+                ended = self._event(stream)
                 events.append((began, ended))
                 if task.is_awaited:
                     done[task.lane][task.index] = ended
         finally:
+            torch.accelerator.set_stream(streams[0])
             streams[0].wait_stream(streams[1])
         streams[0].synchronize()
         return [(origin.elapsed_time(a) / 1e3, origin.elapsed_time(b) / 1e3) for a, b in events]
@@ -248,7 +261,3 @@ class DeviceStreams[T: Task]:
         event = torch.Event(device=self._device, enable_timing=True)
         event.record(stream)
         return event
-
-
-def _first_at_or_after(events: dict[int, torch.Event], index: int) -> torch.Event:
-    return events[index]

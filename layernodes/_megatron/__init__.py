@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
+from layernodes.quiet import quiet_import
 
-with warnings.catch_warnings():
-    # Megatron-Core warns on import of each optional package that is missing (Apex, Transformer Engine); whoever turns
-    # warnings into errors could not import us.
-    warnings.simplefilter("ignore")
+with quiet_import():
     import megatron.core.models.common.fine_grained_callables
-    import megatron.core.models.gpt  # noqa: F401
+    import megatron.core.models.gpt
+    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401

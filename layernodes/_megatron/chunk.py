@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, final
 
+from megatron.core.enums import Fp8Recipe
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module, float16_to_fp32, fp32_to_float16
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from layernodes._megatron.layer import begin_decoder, end_decoder
-from layernodes._megatron.shared_parameters import SharedParameters, Site
-from layernodes._megatron.support import check_block_kwargs
+from layernodes._megatron.chunk_ends import post_process, pre_process
+from layernodes._megatron.shared_parameters import SharedParameters
+from layernodes._megatron.support import check_block_kwargs, check_decoder, check_padding_mask
 from layernodes.errors import UnsupportedLayerError
+from layernodes.wgrad import Site
 
 _ARGUMENTS: Final = tuple(name for name in inspect.signature(GPTModel.forward).parameters if name != "self")
 _IGNORED: Final = ("inference_context", "inference_params")
@@ -41,6 +45,7 @@ class GPTChunk:
 
     def __init__(self, model: Module) -> None:
         self.model, self._float16 = _unwrap(model)
+        check_decoder(self.model.decoder)
         self.decoder_layers: tuple[Module, ...] = tuple(self.model.decoder.layers)
         mtp = getattr(self.model, "mtp", None)
         self.mtp_layers: tuple[Module, ...] = ()
@@ -73,6 +78,7 @@ class GPTChunk:
                     f"batch has {name}; schedules are for training, leave it out", field=name, value=batch[name]
                 )
         check_block_kwargs(arguments.get("extra_block_kwargs"))
+        check_padding_mask(arguments.get("padding_mask"), (*self.decoder_layers, *self.mtp_layers))
         for name in _ARGUMENTS:
             if name not in _IGNORED:
                 setattr(state, name, arguments.get(name))
@@ -93,69 +99,34 @@ class GPTChunk:
         if self.model.config.moe_paged_stash:
             self.model.preprocess_for_paged_stash()
 
+    def run_context(self) -> AbstractContextManager[Any]:
+        """The context around a whole run: that of delayed scaling, whose scales are updated when it is left."""
+        config = self.model.config
+        if config.fp8 and config.fp8_recipe == Fp8Recipe.delayed:
+            context: AbstractContextManager[Any] = get_fp8_context(config)
+            return context
+        return nullcontext()
+
     def pre_process(self, state: Any, hidden: Tensor | None) -> Tensor:
-        """Embed, or take the previous part's hidden states; set up rotary inputs and masks. Returns ``[s, b, h]``."""
-        model = self.model
-        if hidden is not None:
-            state.decoder_input = hidden
-        if not model.pre_process:
-            model.set_input_tensor(hidden)  # rotary embeddings read their length off it
-        (
-            decoder_input,
-            state.rotary_pos_emb,
-            state.rotary_pos_cos,
-            state.rotary_pos_sin,
-            state.sequence_len_offset,
-            state.padding_mask,
-        ) = model._preprocess(
-            input_ids=state.input_ids,
-            position_ids=state.position_ids,
-            decoder_input=state.decoder_input,
-            packed_seq_params=state.packed_seq_params,
-            padding_mask=state.padding_mask,
-        )
-        if not model.pre_process:
-            model.set_input_tensor(None)
-        output: Tensor = decoder_input
-        if not self.decoder_layers:
-            output = begin_decoder(state, output)
-            if not self.mtp_layers:
-                output = end_decoder(state, output)
-        return output
+        """The chunk's head; ``hidden`` as in ``pre_process``."""
+        return pre_process(self.model, state, hidden)
 
     def post_process(self, state: Any, hidden: Tensor) -> Tensor:
-        """Logits ``[b, s, vocab]``, or the loss of each token ``[b, s]`` where labels are given."""
-        output: Tensor = self.model._postprocess(
-            hidden_states=hidden,
-            input_ids=state.input_ids,
-            position_ids=state.position_ids,
-            labels=state.labels,
-            decoder_input=None,
-            rotary_pos_emb=state.rotary_pos_emb,
-            rotary_pos_cos=state.rotary_pos_cos,
-            rotary_pos_sin=state.rotary_pos_sin,
-            mtp_in_postprocess=False,
-            loss_mask=state.loss_mask,
-            attention_mask=state.attention_mask,
-            padding_mask=state.padding_mask,
-            packed_seq_params=state.packed_seq_params,
-            sequence_len_offset=state.sequence_len_offset,
-            runtime_gather_output=state.runtime_gather_output,
-            extra_block_kwargs=state.extra_block_kwargs,
-            output_processor=state.output_processor,
-            output_processor_context=state.output_processor_context,
-        )
+        """The chunk's tail, in fp32 where ``Float16Module`` would have it so."""
+        output = post_process(self.model, state, hidden)
         return output if self._float16 is None else float16_to_fp32(output)
 
     def sites(self, place: str) -> tuple[Site, ...]:
-        """Where ``pre_process`` or ``post_process`` holds parameters that other nodes use too."""
-        return self._shared.pre_process if place == "pre_process" else self._shared.post_process
+        """Where ``pre_process``, ``post_process`` or the first slot of an MTP layer uses parameters of the model's ends
+        that other nodes use too."""
+        if place == "pre_process":
+            return self._shared.pre_process
+        return self._shared.post_process if place == "post_process" else self._shared.mtp_first
 
-    def layer_sites(self, *, is_mtp: bool, is_first_slot: bool) -> tuple[Site, ...]:
-        """Where a slot of a layer holds parameters that other nodes use too."""
-        if not is_mtp:
-            return ()
-        return self._shared.mtp_all + (self._shared.mtp_first if is_first_slot else ())
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether embedding and output layer are shared with other ranks."""
+        return int(self.model.config.tensor_model_parallel_size) > 1
 
     def exchange_groups(self) -> tuple[ProcessGroup, ...]:
         """The groups over which the chunk's MoE layers exchange tokens, each once."""

@@ -45,4 +45,7 @@ def reasons_to_copy(parts: LayerParts, slot: Slot, keeps_input: bool) -> tuple[s
             reasons.append("output: a view of the norm's output, which the router saved")
         if slot is Slot.MOE_DISPATCH and is_local_exchange(parts):
             reasons.append("output: nothing is exchanged, so it shares the input's storage")
+    freed = frees_input_by_name(slot, parts.config, parts.num_local_experts)
+    if freed and slot is Slot.MOE_DISPATCH and is_local_exchange(parts) and not keeps_input:
+        reasons.append("handoff dispatched_probs: nothing is exchanged, so it shares the storage of a freed input")
     return tuple(reasons)

@@ -15,7 +15,7 @@ All of them work on a ``LayerPass``: one microbatch's private view of the layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
@@ -27,14 +27,21 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.typed_torch import apply_module
-from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from layernodes._megatron.calls import ModuleCall
-from layernodes._megatron.chunk_state import progress_of
-from layernodes._megatron.private import adopt, private_layer, private_moe, seal
+from layernodes._megatron.decoder import end_decoder, layer_arguments
+from layernodes._megatron.overlapped_experts import run_overlapped_shared_experts
+from layernodes._megatron.private import (
+    PrivateAllGatherDispatcher,
+    adopt,
+    private_layer,
+    private_moe,
+    private_tensors,
+    seal,
+)
 from layernodes._megatron.streams import current_device_stream
+from layernodes.lane import tensors_in
 from layernodes.state import NodeContext
 
 
@@ -61,6 +68,13 @@ class LayerPass:
     context: Tensor | None = None
     call: ModuleCall | None = None
     moe_calls: list[ModuleCall | None] = field(default_factory=list)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors on the private views, those that a recompute needs included."""
+        yield from tensors_in((self.padding_mask, self.context))
+        yield from private_tensors(self.layer)
+        for moe in self.moes:
+            yield from private_tensors(moe)
 
 
 class Routed(NamedTuple):
@@ -100,7 +114,7 @@ class LayerParts:
 
     def attend(self, ctx: NodeContext, hidden: Tensor) -> tuple[LayerPass, Tensor]:
         """Begin a pass and run it up to the residual after attention, ``[s, b, h]``."""
-        arguments = _layer_arguments(ctx, hidden)
+        arguments = layer_arguments(ctx, hidden)
         call, arguments = ModuleCall.begin(self.layer, (), arguments)
         layer_pass = LayerPass(
             layer=private_layer(self.layer),
@@ -220,7 +234,7 @@ class LayerParts:
         probs, routing_map = moe.route(normed, mask)
         tokens, probs = moe.preprocess(normed, probs, routing_map)
         if moe.shared_expert_overlap:
-            shared_output = _run_overlapped_shared_experts(moe, tokens)
+            shared_output = run_overlapped_shared_experts(moe, tokens)
         seal(moe, self.moe)
         layer_pass.moes.append(moe)
         layer_pass.moe_calls.append(call)
@@ -286,7 +300,9 @@ class LayerParts:
 
     def _replay(self, ctx: NodeContext, hidden: Tensor) -> tuple[LayerPass, Routed]:
         """Replay the layer's CUDA graphs up to dispatch, as ``submodule_pre_dispatch_forward`` does."""
-        arguments = _layer_arguments(ctx, hidden)
+        arguments = layer_arguments(ctx, hidden)
+        if getattr(self.layer, "backward_dw_wrapper", None) is None:  # nobody defers weight gradients here
+            self.layer.init_backward_dw_wrapper()
         self.layer.set_te_cuda_graph_backward_dw_wrapper()
         layer_pass = LayerPass(layer=private_layer(self.layer), padding_mask=arguments["padding_mask"])
         if self.moe is not None:
@@ -320,75 +336,16 @@ _GRAPH_ARGUMENTS = (
 )
 
 
-def begin_decoder(chunk: Any, hidden: Tensor) -> Tensor:
-    """Begin the decoder's call, for its hooks; done by its first layer, or by pre-process where it has none."""
-    model = getattr(chunk, "model", None)
-    if model is None:
-        return hidden
-    arguments = {
-        "hidden_states": hidden,
-        "attention_mask": chunk.attention_mask,
-        "inference_context": None,
-        "rotary_pos_emb": chunk.rotary_pos_emb,
-        "rotary_pos_cos": chunk.rotary_pos_cos,
-        "rotary_pos_sin": chunk.rotary_pos_sin,
-        "rotary_pos_cos_sin": None,
-        "packed_seq_params": chunk.packed_seq_params,
-        "sequence_len_offset": chunk.sequence_len_offset,
-        "padding_mask": chunk.padding_mask,
-        **(chunk.extra_block_kwargs or {}),
-    }
-    call, arguments = ModuleCall.begin(model.decoder, (), arguments)
-    progress_of(chunk).decoder_call = call
-    return arguments["hidden_states"] if call is not None and model.pre_process else hidden
-
-
-def end_decoder(chunk: Any, hidden: Tensor) -> Tensor:
-    """Apply the decoder's final norm, where this chunk has it, and end the decoder's call."""
-    model = getattr(chunk, "model", None)
-    if model is None:
-        return hidden
-    norm = model.decoder.final_layernorm
-    if norm is not None:
-        hidden = apply_module(norm)(hidden)
-        hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
-    elif not model.pre_process and len(model.decoder.layers) == 0:
-        hidden = hidden.clone()  # else the chunk's output would be its input tensor
-    progress = progress_of(chunk)
-    if progress.decoder_call is not None:
-        hidden = progress.decoder_call.end(hidden)
-        progress.decoder_call = None
-    return hidden
-
-
-def _layer_arguments(ctx: NodeContext, hidden: Tensor) -> dict[str, Any]:
-    """The keyword arguments with which the plain block calls a layer."""
-    chunk: Any = ctx.chunk_state
-    extra = chunk.extra_block_kwargs or {}
-    chain = progress_of(chunk).mtp if ctx.is_mtp else None
-    return {
-        "hidden_states": hidden,
-        "attention_mask": chunk.attention_mask,
-        "context": None,
-        "context_mask": None,
-        "rotary_pos_emb": chunk.rotary_pos_emb,
-        "rotary_pos_cos": chunk.rotary_pos_cos,
-        "rotary_pos_sin": chunk.rotary_pos_sin,
-        "attention_bias": extra.get("attention_bias"),
-        "packed_seq_params": chunk.packed_seq_params,
-        "sequence_len_offset": chunk.sequence_len_offset,
-        "padding_mask": chunk.padding_mask if chain is None else chain.padding_mask,
-    }
-
-
 def _with_mlp(layer: TransformerLayer, moe: MoELayer) -> TransformerLayer:
     layer.__dict__["_modules"] = {**layer.__dict__["_modules"], "mlp": moe}
     return layer
 
 
 def _gathers_into_global_buffer(dispatcher: Any) -> bool:
-    """Whether dispatch leaves its tokens in the buffer that all of the process shares."""
-    return isinstance(dispatcher, MoEAllGatherTokenDispatcher) and (dispatcher.tp_size > 1 or dispatcher.ep_size > 1)
+    """Whether dispatch leaves its tokens in the buffer that all of the process shares: that of a subclass may."""
+    if isinstance(dispatcher, PrivateAllGatherDispatcher) or not isinstance(dispatcher, MoEAllGatherTokenDispatcher):
+        return False
+    return bool(dispatcher.tp_size > 1 or dispatcher.ep_size > 1)
 
 
 class _OwnGradient(torch.autograd.Function):
@@ -401,21 +358,3 @@ class _OwnGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.clone()
-
-
-def _run_overlapped_shared_experts(moe: MoELayer, tokens: Tensor) -> Tensor:
-    """Run the shared experts that the dispatcher would overlap with its exchange, all in this slot.
-
-    The dispatcher would begin them in one slot and end them in another, through attributes, and their graph would cross
-    the slots. The pieces and their order are the dispatcher's own, so the bits are.
-    """
-    dispatcher = moe.token_dispatcher
-    shared = dispatcher.shared_experts
-    if moe.config.moe_token_dispatcher_type == "flex":
-        shared.pre_forward_comm(tokens, wait_current_stream=True)
-    shared.linear_fc1_forward_and_act()
-    shared.linear_fc2_forward()
-    shared.post_forward_comm()
-    output: Tensor = shared.get_output()
-    dispatcher.shared_experts = None
-    return output.view(dispatcher.hidden_shape)

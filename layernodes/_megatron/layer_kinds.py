@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any
 
@@ -48,3 +50,10 @@ def moe_metadata(layer: Any) -> tuple[bool, int | None]:
     check_layer(layer)
     moe = inner.mlp
     return (True, moe.num_local_experts) if isinstance(moe, MoELayer) else (False, None)
+
+
+def precision_context(layer: Any) -> Callable[[], AbstractContextManager[Any]] | None:
+    """What makes the low-precision context under which each forward slot of ``layer`` runs; None where there is
+    none."""
+    config = layer.config
+    return layer.get_inner_quantization_context if config.fp8 or config.fp4 else None

@@ -1,9 +1,8 @@
 """The ends of a multi-token-prediction layer, around the slots of its inner layer.
 
 Mirrors ``MultiTokenPredictionBlock.forward`` and ``MultiTokenPredictionLayer.forward`` of megatron-core 0.19. Between
-the
-layers of a block the hidden states of all depths travel as one tensor, ``[(1 + depth) * s, b, h]``, which is what the
-block returns in the end: no tensor reaches a layer by another way.
+the layers of a block the hidden states of all depths travel as one tensor, ``[(1 + depth) * s, b, h]``, which is what
+the block returns in the end: no tensor reaches a layer by another way.
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer, get_mtp_layer_offset
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from layernodes._megatron.calls import ModuleCall
 from layernodes._megatron.chunk_state import MTPChain, progress_of
-from layernodes._megatron.layer import end_decoder
+from layernodes._megatron.decoder import end_decoder
 from layernodes.state import NodeContext
 
 
@@ -24,20 +24,31 @@ class MTPEntry(NamedTuple):
     """What entering an MTP layer gives.
 
     Attributes:
-        depths: the hidden states of all depths so far, ``[(1 + depth) * s, b, h]``.
-        hidden: those of the latest depth, ``[s, b, h]``.
+        earlier: the hidden states of the depths before the latest, ``[depth * s, b, h]``; None for none.
+        latest: those of the latest depth, ``[s, b, h]``, to be handed on.
+        hidden: the same, for the layer to work on.
         decoder_input: the embeddings of the next tokens, ``[s, b, h]``.
         call: the layer's call in progress, where hooks listen.
     """
 
-    depths: Tensor
+    earlier: Tensor | None
+    latest: Tensor
     hidden: Tensor
     decoder_input: Tensor
     call: ModuleCall | None
 
 
 def enter(ctx: NodeContext, layer: MultiTokenPredictionLayer, depths: Tensor) -> MTPEntry:
-    """Roll the tokens, embed them and pick the hidden states of the depth before; ``depths`` as in ``MTPEntry``."""
+    """Roll the tokens, embed them and pick the hidden states of the depth before.
+
+    What is handed on is the very tensor that the layer works on, so that its gradient from behind the layer is the
+    first of those that autograd adds up there, as in the plain block: (a + b) + c, not a + (b + c).
+
+    Args:
+        ctx: the microbatch.
+        layer: the MTP layer.
+        depths: the hidden states of all depths so far, ``[(1 + depth) * s, b, h]``.
+    """
     chunk: Any = ctx.chunk_state
     model = chunk.model
     progress = progress_of(chunk)
@@ -56,7 +67,11 @@ def enter(ctx: NodeContext, layer: MultiTokenPredictionLayer, depths: Tensor) ->
         first = True
     else:
         first = False
-    hidden = torch.chunk(depths, 1 + chain.depth, dim=0)[chain.depth]
+    size = depths.shape[0] // (1 + chain.depth)
+    *before, latest = torch.split(depths, [size * chain.depth, size] if chain.depth else [size])
+    if not first:  # the plain block's is a tensor of its own there, so that its uses add up at one node
+        latest = make_viewless_tensor(inp=latest, requires_grad=True, keep_graph=True)
+    hidden = latest
     if first and layer.config.mtp_detach_heads:
         hidden = hidden.detach()
     arguments = _layer_arguments(chunk, chain, hidden)
@@ -71,7 +86,7 @@ def enter(ctx: NodeContext, layer: MultiTokenPredictionLayer, depths: Tensor) ->
     )
     chain.input_ids, chain.position_ids, chain.padding_mask, decoder_input, hidden = embedded
     chain.depth += 1
-    return MTPEntry(depths, hidden, decoder_input, call)
+    return MTPEntry(before[0] if before else None, latest, hidden, decoder_input, call)
 
 
 def join(layer: MultiTokenPredictionLayer, entry: MTPEntry) -> Tensor:
@@ -81,7 +96,12 @@ def join(layer: MultiTokenPredictionLayer, entry: MTPEntry) -> Tensor:
 
 
 def leave(
-    ctx: NodeContext, layer: MultiTokenPredictionLayer, call: ModuleCall | None, hidden: Tensor, depths: Tensor
+    ctx: NodeContext,
+    layer: MultiTokenPredictionLayer,
+    call: ModuleCall | None,
+    hidden: Tensor,
+    earlier: Tensor | None,
+    latest: Tensor,
 ) -> Tensor:
     """Normalize the inner layer's output and append it to the depths; ends the block after its last layer."""
     chunk: Any = ctx.chunk_state
@@ -91,7 +111,7 @@ def leave(
     hidden = layer._postprocess(hidden)
     if call is not None:
         hidden = call.end((hidden, chain.input_ids, chain.position_ids, chain.padding_mask))[0]
-    depths = torch.cat([depths, hidden], dim=0)
+    depths = torch.cat([latest, hidden] if earlier is None else [earlier, latest, hidden], dim=0)
     if ctx.is_last_layer:
         progress.mtp = None
         if progress.mtp_call is not None:
@@ -129,7 +149,6 @@ def _layer_arguments(chunk: Any, chain: MTPChain, hidden: Tensor) -> dict[str, A
         "inference_params": None,
         **_shared_arguments(chunk),
         "embedding": chunk.model.embedding,
-        **(chunk.extra_block_kwargs or {}),
     }
 
 

@@ -12,7 +12,7 @@ differ in:
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from megatron.core.models.common.utils import PostProcessNode, PreProcessNode, TransformerLayerNode
@@ -20,16 +20,22 @@ from megatron.core.transformer.module import float16_to_fp32
 from torch import Tensor
 from torch.autograd import Variable
 
-from layernodes._megatron.layer import begin_decoder, end_decoder
-from layernodes._megatron.shared_parameters import SharedParameters, Site, StandIns, shared_gradients_of
-from layernodes._megatron.streams import current_device_stream
-from layernodes.release import release
+from layernodes._megatron.chunk_ends import post_process, pre_process
+from layernodes._megatron.shared_parameters import SharedParameters, StandIns, shared_gradients_of
+from layernodes._megatron.streams import current_lane
+from layernodes.release import release_inputs
+from layernodes.wgrad import Site
+
+_LATE: Final = "layernodes_late_stand_ins"
 
 
 class _Backward:
     """Backward of a Megatron-Core node, over those outputs that take part in it."""
 
     _stand_ins: StandIns | None = None
+    _deferred: frozenset[int] = frozenset()
+    _is_drained = True
+    layer_state: Any
 
     def default_backward_func(self, outputs: tuple[Any, ...], output_grad: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run autograd from ``outputs``; the gradients of the inputs and parameters accumulate."""
@@ -49,8 +55,12 @@ class _Backward:
                 accumulate_grad=True,
             )
         if self._stand_ins is not None:
-            self._stand_ins.collect()
-            self._stand_ins = None
+            self._stand_ins.collect(later=self._deferred)
+            if not self._deferred:
+                self._stand_ins = None
+            elif not self._is_drained:
+                self.layer_state.__dict__.setdefault(_LATE, []).append(self._stand_ins)
+                self._stand_ins = None
         return output_grad
 
     def _standing_in(self, chunk_state: Any, sites: tuple[Site, ...]) -> AbstractContextManager[StandIns | None]:
@@ -71,6 +81,20 @@ class ProvingLayerNode(_Backward, TransformerLayerNode):  # type: ignore[misc]
             if self.name == "pre_dispatch_computation":
                 self._sites += shared.mtp_first
 
+        if self.delay_wgrad_compute and self._sites:
+            self._deferred = frozenset(map(id, getattr(self.submodule, "wgrad_parameters", ())))
+            self._is_drained = self.name in ("pre_dispatch_computation", "mlp")
+
+    def backward_dw(self) -> None:
+        """Run the slot's weight-gradient hooks, then hand on what they contributed to shared parameters."""
+        super().backward_dw()
+        if self._stand_ins is not None:
+            self._stand_ins.collect()
+            self._stand_ins = None
+        if self.name == "mlp":  # its hooks include those of the slots after it, which nobody drains
+            for stand_ins in self.layer_state.__dict__.pop(_LATE, ()):
+                stand_ins.collect()
+
     @staticmethod
     def _resolve_free_input(*_: Any) -> bool:
         return False  # never by name: see _forward
@@ -80,9 +104,7 @@ class ProvingLayerNode(_Backward, TransformerLayerNode):  # type: ignore[misc]
             output = super()._forward(*inputs)
         frees_input = getattr(self.submodule, "frees_input", None)
         if frees_input is not None and frees_input():
-            for outer, inner in zip(inputs, self.inputs, strict=True):
-                if outer is not None:
-                    release(outer, inner, current_device_stream(outer))
+            release_inputs(inputs, self.inputs, current_lane(inputs[0]))
         return output
 
 
@@ -95,13 +117,10 @@ class ChunkPreProcessNode(_Backward, PreProcessNode):  # type: ignore[misc]
             return super()._forward(*inputs)
 
     def forward_impl(self) -> Tensor:
-        """Embed, and set up what the layers read; a chunk without decoder layers ends the decoder here."""
-        hidden: Tensor = super().forward_impl()
-        if len(self.model.decoder.layers) == 0:
-            hidden = begin_decoder(self.chunk_state, hidden)
-            if getattr(self.model, "mtp", None) is None:
-                hidden = end_decoder(self.chunk_state, hidden)
-        return hidden
+        """Embed, or take what the pipeline received, and set up what the layers read."""
+        return pre_process(
+            self.model, self.chunk_state, None if self.model.pre_process else self.model.decoder.input_tensor
+        )
 
 
 class ChunkPostProcessNode(_Backward, PostProcessNode):  # type: ignore[misc]
@@ -113,28 +132,6 @@ class ChunkPostProcessNode(_Backward, PostProcessNode):  # type: ignore[misc]
             return super()._forward(*inputs)
 
     def forward_impl(self, hidden_states: Tensor) -> Tensor:
-        """Run the model's ``_postprocess`` without its MTP block, whose layers are nodes of the plan."""
-        chunk = self.chunk_state
-        loss = self.model._postprocess(
-            hidden_states=hidden_states,
-            input_ids=chunk.input_ids,
-            position_ids=chunk.position_ids,
-            labels=chunk.labels,
-            decoder_input=chunk.decoder_input,
-            rotary_pos_emb=chunk.rotary_pos_emb,
-            rotary_pos_cos=chunk.rotary_pos_cos,
-            rotary_pos_sin=chunk.rotary_pos_sin,
-            mtp_in_postprocess=False,
-            loss_mask=chunk.loss_mask,
-            attention_mask=chunk.attention_mask,
-            padding_mask=chunk.padding_mask,
-            packed_seq_params=chunk.packed_seq_params,
-            sequence_len_offset=chunk.sequence_len_offset,
-            runtime_gather_output=chunk.runtime_gather_output,
-            extra_block_kwargs=chunk.extra_block_kwargs,
-            output_processor=chunk.output_processor,
-            output_processor_context=chunk.output_processor_context,
-        )
-        # Megatron-Core's combined 1F1B expects an fp32 loss.
-        converted: Tensor = float16_to_fp32(loss)
-        return converted
+        """Run the chunk's tail; Megatron-Core's combined 1F1B expects an fp32 loss."""
+        loss: Tensor = float16_to_fp32(post_process(self.model, self.chunk_state, hidden_states))
+        return loss

@@ -9,13 +9,18 @@ enough.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoETokenDispatcher
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+
+from layernodes.lane import tensors_in
 
 # Set up once by the first forward and meant to stay (NCCL EP bootstrap): written back to the shared object.
 _LASTING = ("_bootstrapped", "_max_tokens_per_rank", "_recv_capacity")
@@ -28,6 +33,25 @@ def view_of[T](shared: T, **submodules: Any) -> T:
     if submodules:
         view.__dict__["_modules"] = {**shared.__dict__["_modules"], **submodules}
     return view
+
+
+class PrivateAllGatherDispatcher(MoEAllGatherTokenDispatcher):  # type: ignore[misc]
+    """An all-gather dispatcher that gathers tokens into a tensor of their own.
+
+    Megatron-Core's gathers them into a buffer of the whole process, and their gradients too, where another microbatch,
+    or a sequence-parallel linear on the other stream, would overwrite them.
+    """
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """As the base class's, without its buffer."""
+        if self.tp_size > 1 or self.ep_size > 1:
+            with torch.no_grad():
+                self.routing_map: Tensor = gather_from_sequence_parallel_region(
+                    self.routing_map, group=self.tp_ep_group
+                )
+            probs = gather_from_sequence_parallel_region(probs, group=self.tp_ep_group)
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=self.tp_ep_group)
+        return hidden_states, probs
 
 
 def private_layer(layer: TransformerLayer) -> TransformerLayer:
@@ -57,6 +81,8 @@ def private_moe(moe: MoELayer) -> MoELayer:
 def private_dispatcher(dispatcher: MoETokenDispatcher, shared_experts: Any) -> MoETokenDispatcher:
     """A view of a token dispatcher, with a view of its communication manager where it has one."""
     view = view_of(dispatcher)
+    if type(view) is MoEAllGatherTokenDispatcher:
+        view.__class__ = PrivateAllGatherDispatcher
     if dispatcher.shared_experts is not None:
         view.shared_experts = shared_experts
     manager = dispatcher.__dict__.get("_comm_manager")
@@ -93,6 +119,24 @@ def adopt(moe: MoELayer, stream: torch.Stream | None) -> None:
             for value in holder.__dict__.values():
                 if isinstance(value, Tensor) and value.is_cuda:
                     value.record_stream(stream)
+
+
+def private_tensors(view: Any) -> Iterator[Tensor]:
+    """The tensors that forwards of one microbatch have left on a view and on the views that hang on it."""
+    attributes = view.__dict__
+    for value in attributes.values():
+        if isinstance(value, Tensor | tuple | list):
+            yield from tensors_in(value)
+        elif isinstance(value, CheckpointWithoutOutput):
+            context = value.ctx
+            if context is not None:
+                yield from (t for t in context.saved_tensors if isinstance(t, Tensor))
+            yield from (t for t in value.outputs or () if isinstance(t, Tensor))
+        elif isinstance(value, MoETokenDispatcher):
+            yield from private_tensors(value)
+    manager = attributes.get("_comm_manager")
+    if manager is not None:
+        yield from private_tensors(manager)
 
 
 def _detach_attributes(holder: Any) -> None:

@@ -15,24 +15,17 @@ layer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
-import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from layernodes.wgrad import Site, deliver, replaced, stand_in_for
+
 _ATTRIBUTE: Final = "layernodes_shared_gradients"
-
-
-class Site(NamedTuple):
-    """A place where a module holds a parameter."""
-
-    module: Module
-    name: str
-    parameter: Parameter
 
 
 @final
@@ -102,11 +95,20 @@ class StandIns:
         self._gradients = gradients
         self._pairs = pairs
 
-    def collect(self) -> None:
-        """Hand the node's contributions on, after its backward."""
+    def totals(self) -> list[Tensor]:
+        """The sums so far that ``collect`` will add to."""
+        sums = (self._gradients.sums[id(parameter)].total for parameter, _ in self._pairs)
+        return [total for total in sums if total is not None]
+
+    def collect(self, later: Collection[int] = ()) -> None:
+        """Hand the node's contributions on, after its backward; those to parameters with an id in ``later`` are
+        kept."""
         pairs, self._pairs = self._pairs, []
         for parameter, stand_in in pairs:
-            self._gradients.add(parameter, stand_in)
+            if id(parameter) in later:
+                self._pairs.append((parameter, stand_in))
+            else:
+                self._gradients.add(parameter, stand_in)
 
 
 @dataclass
@@ -126,20 +128,16 @@ class SharedGradients:
     @contextmanager
     def standing_in(self, sites: tuple[Site, ...]) -> Iterator[StandIns]:
         """Hold stand-ins at ``sites`` for the forward of one node."""
-        pairs: list[tuple[Parameter, Parameter]] = []
-        stand_ins: dict[int, Parameter] = {}
-        try:
-            for site in sites:
-                stand_in = stand_ins.get(id(site.parameter))
-                if stand_in is None:
-                    stand_in = stand_ins[id(site.parameter)] = _stand_in(site.parameter)
-                    pairs.append((site.parameter, stand_in))
-                    self.sums.setdefault(id(site.parameter), _Sum(site.parameter)).outstanding += 1
-                site.module._parameters[site.name] = stand_in
-            yield StandIns(self, pairs)
-        finally:
-            for site in sites:
-                site.module._parameters[site.name] = site.parameter
+        stand_ins: dict[int, tuple[Parameter, Parameter]] = {}
+        swaps: list[tuple[Module, str, Parameter]] = []
+        for site in sites:
+            pair = stand_ins.get(id(site.parameter))
+            if pair is None:
+                pair = stand_ins[id(site.parameter)] = site.parameter, stand_in_for(site.parameter)
+                self.sums.setdefault(id(site.parameter), _Sum(site.parameter)).outstanding += 1
+            swaps.append((site.module, site.name, pair[1]))
+        with replaced(swaps):
+            yield StandIns(self, list(stand_ins.values()))
 
     def add(self, parameter: Parameter, stand_in: Parameter) -> None:
         """Add one node's contribution; the last one delivers the sum."""
@@ -152,7 +150,7 @@ class SharedGradients:
         if entry.outstanding == 0:
             del self.sums[id(parameter)]
             if entry.total is not None:
-                torch.autograd.backward([parameter], [entry.total])
+                deliver(parameter, entry.total)
 
 
 def shared_gradients_of(chunk_state: Any) -> SharedGradients:
@@ -163,10 +161,3 @@ def shared_gradients_of(chunk_state: Any) -> SharedGradients:
         gradients = SharedGradients()
         setattr(chunk_state, _ATTRIBUTE, gradients)
     return gradients
-
-
-def _stand_in(parameter: Parameter) -> Parameter:
-    """A leaf with the parameter's data and attributes (``main_grad``, parallelism marks), and a gradient of its own."""
-    stand_in = Parameter(parameter.detach(), requires_grad=True)
-    stand_in.__dict__.update(parameter.__dict__)
-    return stand_in

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from torch.nn import Module
 
 from layernodes._megatron.layer import LayerParts
 from layernodes.slots import Slot
+
+_ROUTER_DRAWS: Final = (
+    "moe_input_jitter_eps",
+    "moe_router_force_load_balancing",
+    "moe_router_force_biased",
+)
+"""Configuration fields under which the router draws random numbers."""
 
 
 def slot_modules(parts: LayerParts, slot: Slot) -> tuple[Module, ...]:
@@ -26,7 +34,7 @@ def slot_touches_rng(parts: LayerParts, slot: Slot) -> bool:
     if slot in (Slot.MOE_COMBINE, Slot.POST_COMBINE):
         return bool(hidden_dropout or config.sequence_parallel)
     attention = slot is Slot.PRE_DISPATCH_COMPUTATION and layer.training
-    drawn = attention and (config.attention_dropout > 0 or config.moe_input_jitter_eps is not None)
+    drawn = attention and (config.attention_dropout > 0 or any(getattr(config, name, None) for name in _ROUTER_DRAWS))
     return bool(drawn or hidden_dropout or config.sequence_parallel or _has_dropout(slot_modules(parts, slot)))
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from megatron.core.enums import Fp8Recipe
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
 from layernodes.errors import UnsupportedLayerError
@@ -44,8 +47,33 @@ def check_layer(layer: Any) -> None:
             field="cross_attention",
             value=type(layer.cross_attention),
         )
+    if layer.config.fp8 and layer.config.fp8_recipe == Fp8Recipe.delayed:
+        raise UnsupportedLayerError(
+            f"fp8_recipe={Fp8Recipe.delayed.value!r} updates its scales once for the whole decoder, which no slot "
+            f"could do in its place; use another recipe, such as 'tensorwise' or 'mxfp8'",
+            field="fp8_recipe",
+            value=layer.config.fp8_recipe,
+        )
     if isinstance(layer.mlp, MoELayer):
         _check_moe_layer(layer)
+
+
+def notes_on(layer: Any) -> tuple[str, ...]:
+    """What the split path does otherwise than the plain layer without changing a number."""
+    inner = getattr(layer, "mtp_model_layer", layer)
+    config = inner.config
+    if config.recompute_granularity == "full":
+        return ("full recompute is not done: a layer's slots keep what their backward needs",)
+    if isinstance(inner.mlp, MoELayer) and inner.mlp.moe_layer_recompute:
+        return (
+            "recompute of 'moe' is not done: it would exchange tokens again; recompute 'moe_act', 'layernorm' instead",
+        )
+    return ()
+
+
+def check_decoder(decoder: Any) -> None:
+    """Raise UnsupportedLayerError for a decoder block with a ``forward`` of its own, which would not be called."""
+    _check_override(decoder, "forward", TransformerBlock)
 
 
 def check_block_kwargs(extra_block_kwargs: dict[str, Any] | None) -> None:
@@ -58,6 +86,24 @@ def check_block_kwargs(extra_block_kwargs: dict[str, Any] | None) -> None:
             field=f"extra_block_kwargs.{name}",
             value=unknown[name],
         )
+
+
+def check_padding_mask(padding_mask: Any, layers: Iterable[Any]) -> None:
+    """Raise UnsupportedLayerError for a padding mask that the plain layer's router cannot take either."""
+    if padding_mask is None:
+        return
+    for layer in layers:
+        inner = getattr(layer, "mtp_model_layer", layer)
+        router = getattr(getattr(inner, "mlp", None), "router", None)
+        if getattr(router, "enable_expert_bias", False):
+            raise UnsupportedLayerError(
+                "a router with expert bias cannot take a padding mask, the plain layer fails on it too (it "
+                "combines a map "
+                "of [tokens, experts] with a mask of [tokens]); leave padding_mask out, or switch "
+                "moe_router_enable_expert_bias off",
+                field="moe_router_enable_expert_bias",
+                value=True,
+            )
 
 
 def _check_moe_layer(layer: TransformerLayer) -> None:
@@ -83,7 +129,7 @@ def _check_moe_layer(layer: TransformerLayer) -> None:
 
 def _check_override(module: Any, method: str, *bases: type) -> None:
     """A subclass with a method of its own would have it skipped by the split path."""
-    found = getattr(type(module), method)
+    found = vars(module).get(method) or getattr(type(module), method)  # replaced on the object, or by its class
     if all(found is not getattr(base, method) for base in bases):
         raise UnsupportedLayerError(
             f"{type(module).__name__} overrides {method}(), which the split path does not call: what it adds would be "

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, final
 
 from megatron.core.transformer.identity_op import IdentityOp
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
+from layernodes._megatron.deferral import deferrable_sites
 from layernodes._megatron.layer import LayerParts
+
+_UP_PROJECTIONS: Final = ("linear_q_up_proj", "linear_kv_up_proj", "linear_q_proj")
+_TRANSFORMER_ENGINE: Final = ("megatron.core.extensions.transformer_engine", "transformer_engine")
 
 
 @final
@@ -63,3 +67,47 @@ def mlp_hook(parts: LayerParts) -> ModulesHook | None:
 def latent_hook(parts: LayerParts) -> ModulesHook | None:
     """The hook of ``fc2_latent_proj``, where there is one."""
     return ModulesHook(parts.moe.fc2_latent_proj) if parts.config.moe_latent_size and parts.moe is not None else None
+
+
+def deferrable_modules(parts: LayerParts, modules: Sequence[Module]) -> tuple[Parameter, ...]:
+    """The weights of the linears under ``modules`` that this slot may defer: not those that a recompute runs again.
+
+    A recompute runs its linears during backward, in a graph of its own, and their weight gradients come with it.
+    """
+    layer, moe = parts.layer, parts.moe
+    excluded: list[Module] = []
+    if layer.recompute_mlp:
+        excluded.append(layer.mlp)
+    if moe is not None and moe.shared_experts_recompute and moe.shared_experts is not None:
+        excluded.append(moe.shared_experts)
+    attention = layer.self_attention
+    if getattr(attention, "recompute_up_proj", False):
+        excluded += [child for name, child in attention.named_children() if name in _UP_PROJECTIONS]
+    sites = deferrable_sites(modules, frozenset(map(id, excluded)))
+    return tuple(site.parameter for site in sites)
+
+
+def own_deferred_parameters(parts: LayerParts, modules: Sequence[Module]) -> tuple[Parameter, ...]:
+    """The weights of Transformer Engine modules under ``modules`` that hold their own gradients back until
+    ``backward_dw``."""
+    if not parts.config.delay_wgrad_compute:
+        return ()
+    return tuple(
+        parameter
+        for module in modules
+        for part in module.modules()
+        if hasattr(part, "backward_dw") and _is_transformer_engine(type(part))
+        for name, parameter in part._parameters.items()
+        if parameter is not None
+        and parameter.requires_grad
+        and (name.startswith("weight") or getattr(parameter, "skip_backward_post_hook", False))
+    )
+
+
+def _is_transformer_engine(kind: type) -> bool:
+    return any(base.__module__.startswith(_TRANSFORMER_ENGINE) for base in kind.__mro__)
+
+
+def delays_wgrads(layer: Any) -> bool:
+    """Whether the configuration of ``layer`` makes Transformer Engine modules hold their weight gradients back."""
+    return bool(layer.config.delay_wgrad_compute)

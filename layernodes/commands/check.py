@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import Final
 
-from layernodes.commands.common import (
-    NO,
-    OK,
-    add_json,
-    add_schedule,
-    in_words,
-    plain,
-    print_json,
-    schedule_of,
-    shape_of,
-)
+from layernodes.command import Command, Write
+from layernodes.commands.common import add_json, add_schedule, schedule_of, shape_of, write_json
 from layernodes.errors import ScheduleError
 from layernodes.plan.schedule import PairSchedule
 from layernodes.plan.validate import validate, validate_pair
 from layernodes.slots import Phase
 
-if TYPE_CHECKING:
-    from layernodes.commands.common import Subparsers
 
-
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser("check", help="check a schedule", description=plain(__doc__))
+def _add_arguments(parser: ArgumentParser) -> None:
     add_schedule(parser)
     parser.add_argument("--forward", action="store_true", help="the schedule is forward only")
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
-@in_words
-def run(args: argparse.Namespace) -> int:
-    """Validate a schedule; 1 if it is invalid."""
+def _run(args: Namespace, write: Write) -> int:
+    """Validate; 1 if the schedule is invalid."""
     schedule, shape = schedule_of(args), shape_of(args)
     forward = args.forward or args.schedule == "forward_only"
     try:
@@ -50,13 +34,21 @@ def run(args: argparse.Namespace) -> int:
             validate(schedule, shape, args.microbatches, mode="forward" if forward else "train")
     except ScheduleError as error:
         if args.json:
-            print_json({"valid": False, "violations": [asdict(violation) for violation in error.violations]})
+            write_json(write, {"valid": False, "violations": [asdict(violation) for violation in error.violations]})
         else:
-            print(f"invalid: {error}")
-        return NO
+            write(f"invalid: {error}")
+        return 1
     if args.json:
-        print_json({"valid": True, "violations": []})
+        write_json(write, {"valid": True, "violations": []})
     else:
         what = "pair" if isinstance(schedule, PairSchedule) else f"{args.microbatches} microbatches"
-        print(f"valid: {len(schedule)} steps for {shape}, {what}")
-    return OK
+        write(f"valid: {len(schedule)} steps for {shape}, {what}")
+    return 0
+
+
+CHECK: Final = Command(
+    name="check",
+    summary="say whether a schedule is valid, and if not, everything that is wrong with it",
+    add_arguments=_add_arguments,
+    run=_run,
+)

@@ -1,18 +1,14 @@
-"""What the subcommands share: naming a schedule, a shape and costs, and failing in words."""
+"""What the subcommands share: naming a schedule, a shape and costs."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from layernodes.errors import LayerNodesError, ScheduleError
+from layernodes.command import UsageError, Write
 from layernodes.plan import pairs, schedules
 from layernodes.plan.costs import CostModel
-from layernodes.plan.infer import infer_shape
 from layernodes.plan.presets import PRESETS, preset
 from layernodes.plan.schedule import PairSchedule, Schedule
 from layernodes.plan.shape import ChunkShape
@@ -20,27 +16,9 @@ from layernodes.plan.simulate import simulate
 from layernodes.plan.timeline import Timeline
 from layernodes.plan.wgrad import WgradPlace
 
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
-OK, NO, FAILED = 0, 1, 2
-
 _EARLY = "combined_1f1b_early_release"
 _NAMES = (*schedules.BUILT_IN, _EARLY)
 _MOST_LAYERS = 10_000
-
-
-def in_words(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """A subcommand that prints what a user can cause to standard error, and returns 2."""
-
-    def wrapped(args: argparse.Namespace) -> int:
-        try:
-            return run(args)
-        except (LayerNodesError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return FAILED
-
-    return wrapped
 
 
 def add_schedule(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +66,7 @@ def shape_of(args: argparse.Namespace) -> ChunkShape:
     """The shape that the arguments describe.
 
     Raises:
-        ScheduleError, PlanError: they describe none.
+        UsageError, PlanError: they describe none.
     """
     named = vars(args).get("costs")
     if args.layers is None and isinstance(named, str) and named in PRESETS:
@@ -109,21 +87,24 @@ def schedule_of(args: argparse.Namespace) -> Schedule | PairSchedule:
     """The schedule that the arguments name: a built-in one for their shape, or a file.
 
     Raises:
-        ScheduleError, PlanError: they name none.
-        OSError: the file cannot be read.
+        UsageError, PlanError: they name none.
     """
     if args.schedule not in _NAMES:
         if not Path(args.schedule).suffix:
-            raise ScheduleError(
+            raise UsageError(
                 f"{args.schedule!r} is neither a built-in schedule ({', '.join(_NAMES)}) nor a .txt or .json file"
             )
+        if not Path(args.schedule).is_file():
+            raise UsageError(f"there is no file {args.schedule}")
         return (PairSchedule if args.pair else Schedule).load(args.schedule)
     shape = shape_of(args)
+    if args.microbatches < 1:
+        raise UsageError(f"--microbatches is {args.microbatches}; give 1 or more")
     early = args.schedule == _EARLY
     name = "combined_1f1b" if early else args.schedule
     if args.pair:
         if name not in pairs.BUILT_IN:
-            raise ScheduleError(f"{name} has no pair form; choose one of {', '.join(pairs.BUILT_IN)}")
+            raise UsageError(f"{name} has no pair form; choose one of {', '.join(pairs.BUILT_IN)}")
         build = pairs.BUILT_IN[name]
         pair = pairs.combined_1f1b(shape, shape, early_release=True) if early else build(shape, shape)
         return pair if args.wgrad_place is None else pairs.deferred(pair, shape, shape, args.wgrad_place)
@@ -139,10 +120,11 @@ def costs_of(args: argparse.Namespace) -> CostModel:
 
     Raises:
         CostError: they name none.
-        OSError: the file cannot be read.
     """
     if args.costs in PRESETS or not Path(args.costs).suffix:
         return preset(args.costs).costs()
+    if not Path(args.costs).is_file():
+        raise UsageError(f"--costs: there is no file {args.costs}")
     return CostModel.load(args.costs)
 
 
@@ -151,20 +133,9 @@ def timeline_of(args: argparse.Namespace) -> Timeline:
     return simulate(schedule_of(args), costs_of(args))
 
 
-def shown_shape(schedule: Schedule | PairSchedule) -> str:
-    """One line that says what a schedule is for."""
-    count = len({step.microbatch for step in schedule})
-    return f"{infer_shape(schedule)}; {count} microbatch{'es' * (count != 1)}, {len(schedule)} steps"
-
-
-def plain(docstring: str | None) -> str:
-    """A docstring as a terminal shows it best."""
-    return (docstring or "").replace("``", "")
-
-
-def print_json(value: object) -> None:
-    """Print a value as JSON."""
-    print(json.dumps(value, indent=2))
+def write_json(write: Write, value: object) -> None:
+    """Write a value as JSON."""
+    write(json.dumps(value, indent=2))
 
 
 def _kinds(text: str) -> list[str]:
@@ -173,8 +144,8 @@ def _kinds(text: str) -> list[str]:
     for part in text.split(","):
         kind, _, count = part.strip().partition("*") if not part.strip().isdecimal() else ("moe", "*", part.strip())
         if kind not in ("moe", "dense") or (count and not count.isdecimal()):
-            raise ScheduleError(f"--layers {text}: {part!r} is no count and no kind; give '4' or 'dense*3,moe*58'")
+            raise UsageError(f"--layers {text}: {part!r} is no count and no kind; give '4' or 'dense*3,moe*58'")
         if len(kinds) + int(count or 1) > _MOST_LAYERS:
-            raise ScheduleError(f"--layers {text}: more than {_MOST_LAYERS} layers")
+            raise UsageError(f"--layers {text}: more than {_MOST_LAYERS} layers")
         kinds += [kind] * int(count or 1)
     return kinds

@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from typing import TYPE_CHECKING
+from argparse import ArgumentParser, Namespace
+from typing import Final
 
-from layernodes.commands.common import (
-    OK,
-    add_costs,
-    add_json,
-    add_shape,
-    costs_of,
-    in_words,
-    plain,
-    print_json,
-    shape_of,
-)
+from layernodes.command import Command, Write
+from layernodes.commands.common import add_costs, add_json, add_shape, costs_of, shape_of, write_json
 from layernodes.plan.optimization import Optimized, Progress
 from layernodes.plan.optimize import optimize_pair_with_report, optimize_with_report
 from layernodes.plan.schedule import PairSchedule, Schedule
 from layernodes.plan.units import in_seconds
 
-if TYPE_CHECKING:
-    from layernodes.commands.common import Subparsers
 
-
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser("optimize", help="choose a schedule for given costs", description=plain(__doc__))
+def _add_arguments(parser: ArgumentParser) -> None:
     add_shape(parser)
     add_costs(parser)
     parser.add_argument("--memory-limit", type=int, metavar="BYTES", help="bytes of live activations at most")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="return the best after this time")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the schedule to this .txt or .json file")
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
-@in_words
-def run(args: argparse.Namespace) -> int:
+def _run(args: Namespace, write: Write) -> int:
     """Optimize, and print the report."""
     shape, costs = shape_of(args), costs_of(args)
     is_terminal = sys.stderr.isatty()
@@ -70,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         found.schedule.save(args.output)
     if args.json:
-        print_json(
+        write_json(
+            write,
             {
                 "makespan": found.makespan,
                 "lower_bound": found.lower_bound,
@@ -82,15 +67,15 @@ def run(args: argparse.Namespace) -> int:
                 "num_states": found.num_states,
                 "stopped_by": found.stopped_by,
                 "steps": [str(step) for step in found.schedule],
-            }
+            },
         )
-        return OK
-    print(found)
+        return 0
+    write(str(found))
     for name, makespan in sorted(found.candidates.items(), key=lambda item: item[1])[:8]:
         slower = 100 * (makespan / found.makespan - 1) if found.makespan > 0 else 0.0
-        print(f"  {name:<48} {in_seconds(makespan):>10}  +{slower:.2f} %")
-    print(f"written to {args.output}" if args.output else "write it to a file with -o FILE")
-    return OK
+        write(f"  {name:<48} {in_seconds(makespan):>10}  +{slower:.2f} %")
+    write(f"written to {args.output}" if args.output else "write it to a file with -o FILE")
+    return 0
 
 
 def _show(progress: Progress) -> None:
@@ -100,3 +85,11 @@ def _show(progress: Progress) -> None:
         f"bound {in_seconds(progress.lower_bound)}  gap {100 * progress.gap:.2f} %"
     )
     print(f"\r{line[:78]:78}", end="", file=sys.stderr, flush=True)
+
+
+OPTIMIZE: Final = Command(
+    name="optimize",
+    summary="choose the best schedule for given costs, and say how good it is",
+    add_arguments=_add_arguments,
+    run=_run,
+)

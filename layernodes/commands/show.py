@@ -1,34 +1,37 @@
-"""``layernodes show``: a schedule as a grid, one row a step, one column a stream."""
+"""``layernodes show``: draws a schedule, one row a step, one column a stream."""
 
 from __future__ import annotations
 
-import argparse
-from typing import TYPE_CHECKING
+from argparse import ArgumentParser, Namespace
+from typing import Final
 
-from layernodes.commands.common import OK, add_json, add_schedule, in_words, plain, schedule_of, shown_shape
+from layernodes.command import Command, Write
+from layernodes.commands.common import add_json, add_schedule, schedule_of
+from layernodes.plan.infer import infer_shape
 
-if TYPE_CHECKING:
-    from layernodes.commands.common import Subparsers
 
-
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser("show", help="print a schedule", description=plain(__doc__))
+def _add_arguments(parser: ArgumentParser) -> None:
     add_schedule(parser)
-    parser.add_argument("--text", action="store_true", help="print the text form, which can be saved and edited")
+    parser.add_argument("--text", action="store_true", help="print the steps, as a file would hold them")
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
-@in_words
-def run(args: argparse.Namespace) -> int:
-    """Print a schedule."""
-    schedule = schedule_of(args)
-    if args.json:
-        print(schedule.to_json())
-    elif args.text:
-        print(schedule)
+def _run(options: Namespace, write: Write) -> int:
+    schedule = schedule_of(options)
+    if options.json:
+        write(schedule.to_json())
+    elif options.text:
+        write(str(schedule))
     else:
-        print(shown_shape(schedule))
-        print(schedule.grid())
-    return OK
+        count = len({step.microbatch for step in schedule})
+        write(f"{infer_shape(schedule)}; {count} microbatch{'es' * (count != 1)}, {len(schedule)} steps")
+        write(schedule.grid())
+    return 0
+
+
+SHOW: Final = Command(
+    name="show",
+    summary="draw a schedule, one row a step, one column a stream",
+    add_arguments=_add_arguments,
+    run=_run,
+)

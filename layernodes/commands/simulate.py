@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import TYPE_CHECKING
+from argparse import ArgumentParser, Namespace
+from typing import Final
 
-from layernodes.commands.common import OK, add_costs, add_json, add_schedule, in_words, plain, print_json, timeline_of
-
-if TYPE_CHECKING:
-    from layernodes.commands.common import Subparsers
+from layernodes.command import Command, Write
+from layernodes.commands.common import add_costs, add_json, add_schedule, timeline_of, write_json
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser("simulate", help="predict a schedule's timeline", description=plain(__doc__))
+def _add_arguments(parser: ArgumentParser) -> None:
     add_schedule(parser)
     add_costs(parser)
     parser.add_argument("--width", type=int, default=100, help="characters of the time axis (default: %(default)s)")
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
-@in_words
-def run(args: argparse.Namespace) -> int:
+def _run(args: Namespace, write: Write) -> int:
     """Simulate, and print the figures."""
     timeline = timeline_of(args)
     if args.json:
-        print_json(timeline.summary().model_dump(mode="json"))
+        write_json(write, timeline.summary().model_dump(mode="json"))
     else:
-        print(timeline.gantt(args.width))
-        print()
-        print(timeline.summary())
-    return OK
+        write(timeline.gantt(args.width))
+        write("")
+        write(str(timeline.summary()))
+    return 0
+
+
+SIMULATE: Final = Command(
+    name="simulate",
+    summary="predict a schedule's timeline, and what it adds up to",
+    add_arguments=_add_arguments,
+    run=_run,
+)

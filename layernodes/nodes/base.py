@@ -14,22 +14,27 @@ microbatches: whatever belongs to a microbatch travels through the context.
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from typing import ClassVar, Final, Protocol, cast, final
+from collections.abc import Iterable
+from typing import ClassVar, Final, Protocol, final
 
+import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from layernodes._megatron.caller import caller_frees_input, caller_frees_output
-from layernodes.errors import NodeDefinitionError, NodeStateError
-from layernodes.nodes.edges import EdgeAudit
+from layernodes._megatron.deferral import deferrable_sites, deferring_parallel_linears
+from layernodes.errors import NodeStateError
+from layernodes.linear import deferring_products
+from layernodes.nodes.definition import check_definition
+from layernodes.nodes.edges import EdgeAudit, Forward, note_taken, note_written
 from layernodes.release import is_sole_holder
 from layernodes.slots import ExtraSlot, Slot, StreamType
 from layernodes.state import HandoffMap, NodeContext, fits, handoffs_of, spelling
+from layernodes.wgrad import Site, StoreHook, WgradStore, find_hook
 
-_VERBS: Final = ("put", "take", "__call__")
+_STORE: Final = "layernodes_wgrad_store"
+_VERBS: Final = ("put", "take", "__call__", "wgrad_store", "defer_wgrads", "new_hook")
 
 
 class WgradHook(Protocol):
@@ -63,10 +68,12 @@ class ScheduleNode(ABC):
     _reads: HandoffMap
     _writes: HandoffMap
     _audit: EdgeAudit
+    _wgrad_sites: tuple[Site, ...]
+    _has_wgrad: bool
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        _check_definition(cls)
+        check_definition(cls, verbs=_VERBS)
 
     def __new__(cls, *args: object, **kwargs: object) -> ScheduleNode:
         """Bind the declarations, so that a subclass need not call ``super().__init__`` for the verbs to work."""
@@ -74,6 +81,8 @@ class ScheduleNode(ABC):
         node._reads = cls.reads
         node._writes = cls.writes
         node._audit = EdgeAudit()
+        node._wgrad_sites = ()
+        node._has_wgrad = False
         return node
 
     @abstractmethod
@@ -89,6 +98,21 @@ class ScheduleNode(ABC):
         """A fresh hook that computes this node's deferred weight gradients for one microbatch; None: nothing to
         defer."""
         return None
+
+    def deferred_parameters(self) -> tuple[Parameter, ...]:
+        """The weights whose gradients may be deferred.
+
+        By default those of the linears among ``modules()``, and matrices that modules of your own hold. Of a weight
+        named here, products in ``forward`` (``F.linear(x, w)``, ``x @ w``, ``torch.einsum``, ...) are deferred; what
+        other operations contribute to it is computed with ``B`` and delivered with ``W``.
+        """
+        return tuple(site.parameter for site in deferrable_sites(self.modules()))
+
+    def own_deferred_parameters(self) -> tuple[Parameter, ...]:
+        """The weights that ``wgrad_hook()`` delivers: modules that hold their gradients back by themselves, or a
+        user's."""
+        hook = self.wgrad_hook()
+        return () if hook is None else tuple(hook.parameters())
 
     def frees_input(self) -> bool:
         """Whether the storage of the inputs may be freed after forward: a permission, acted on only with proof."""
@@ -141,9 +165,11 @@ class ScheduleNode(ABC):
             raise NodeStateError(
                 f"{type(self).__name__} writes {name!r} as {type(value).__name__}, declared as {spelling(declared)}"
             )
+        if isinstance(value, Tensor) and caller_frees_input(ctx) and not self.keeps_input():
+            value = _own(value)  # it may be an input, whose storage the caller will free
         if isinstance(value, Tensor) and value.requires_grad:
             original, value = value, ctx.detach(value)
-            self._audit.wrote(name, original, value)
+            note_written(ctx, name, original, value)
         elif isinstance(value, Tensor):
             value = value.detach()  # a tensor of its own, so that counting holders sees that its storage is in use
         handoffs_of(ctx.layer_state).write(name, value)
@@ -166,20 +192,83 @@ class ScheduleNode(ABC):
                 f"{type(self).__name__} takes {name!r} as {spelling(self._reads[name])}, "
                 f"but it was written as {type(value).__name__}; declare the same type on both sides"
             )
-        self._audit.took(value)
+        note_taken(ctx, value)
         return value
 
     @final
     def __call__(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run ``forward`` and hold it to the node's declarations; this is what a scheduler calls."""
-        if caller_frees_input(ctx) and self.keeps_input():
-            inputs = tuple(t.clone() if isinstance(t, Tensor) else t for t in inputs)
-        if self._audit.is_due():
-            outputs = self._audit.run(self, ctx, inputs)
+        if self._has_wgrad and torch.is_grad_enabled():
+            outputs = self._run_deferring(ctx, inputs)
+        elif self._audit.is_due() or caller_frees_input(ctx):
+            outputs = self._run(ctx, inputs)
         else:
             outputs = self.forward(ctx, *inputs)
-        self._check_handoffs(ctx)
+        if self._reads or self._writes:
+            self._check_handoffs(ctx)
         return _owned(outputs) if caller_frees_output(ctx) else outputs
+
+    @final
+    def wgrad_store(self, ctx: NodeContext) -> WgradStore | None:
+        """The store in which this node's forward may defer weight gradients of its own; None where nothing is
+        deferred."""
+        store: WgradStore | None = ctx.layer_state.__dict__.get(_STORE)
+        return store
+
+    @final
+    def defer_wgrads(self) -> None:
+        """Defer weight gradients from now on; for the plan that the node is built into."""
+        self._has_wgrad = True
+        own = {id(parameter) for parameter in self.own_deferred_parameters()}
+        wanted = {id(parameter) for parameter in self.deferred_parameters() if parameter.requires_grad} - own
+        sites = {
+            (id(owner), name): Site(owner, name, parameter)
+            for module in self.modules()
+            for owner in module.modules()
+            for name, parameter in owner._parameters.items()
+            if parameter is not None and id(parameter) in wanted
+        }
+        self._wgrad_sites = tuple(sites.values())
+        missing = wanted - {id(site.parameter) for site in self._wgrad_sites}
+        if missing:
+            raise NodeStateError(
+                f"{type(self).__name__}.deferred_parameters() names {len(missing)} that no module of modules() holds; "
+                f"let modules() return the modules that hold them"
+            )
+
+    @property
+    def wgrad_parameters(self) -> tuple[Parameter, ...]:
+        """The parameters whose gradients come with ``W``; empty where the node has no ``W`` step."""
+        own = {id(p): p for p in self.own_deferred_parameters() if p.requires_grad} if self._has_wgrad else {}
+        return tuple({**own, **{id(site.parameter): site.parameter for site in self._wgrad_sites}}.values())
+
+    @final
+    def new_hook(self) -> WgradHook | None:
+        """The hook of one microbatch: ``wgrad_hook()``, and the store of what this node defers."""
+        own = self.wgrad_hook()
+        if not self._wgrad_sites:
+            return own
+        return StoreHook(self, () if own is None else (own,), {site.parameter: None for site in self._wgrad_sites})
+
+    def _run(self, ctx: NodeContext, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        forward = _on_copies(self.forward) if caller_frees_input(ctx) and self.keeps_input() else self.forward
+        if self._audit.is_due():
+            return self._audit.run(self, forward, ctx, inputs)
+        return forward(ctx, *inputs)
+
+    def _run_deferring(self, ctx: NodeContext, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        hook = find_hook(ctx, self)
+        if hook is None or not self._wgrad_sites:
+            return self._run(ctx, inputs)
+        store = hook.new_store()
+        state = ctx.layer_state.__dict__
+        state[_STORE] = store
+        try:
+            sites = self._wgrad_sites
+            with store.standing_in(sites), deferring_parallel_linears(sites, store), deferring_products(store):
+                return self._run(ctx, inputs)
+        finally:
+            del state[_STORE]
 
     def _narrow(self, absent: frozenset[str]) -> None:
         """Drop the handoffs that do not exist for this node's layer (a dense layer has no dispatch)."""
@@ -188,8 +277,8 @@ class ScheduleNode(ABC):
 
     def _check_handoffs(self, ctx: NodeContext) -> None:
         handoffs = handoffs_of(ctx.layer_state)
-        untaken = [name for name in self._reads if name in handoffs.pending()] if self._reads else ()
-        unwritten = [name for name in self._writes if not handoffs.was_written(name)] if self._writes else ()
+        untaken = [name for name in self._reads if handoffs.is_pending(name)]
+        unwritten = [name for name in self._writes if not handoffs.was_written(name)]
         if untaken or unwritten:
             found = "left untaken" if untaken else "not written"
             raise NodeStateError(
@@ -197,6 +286,15 @@ class ScheduleNode(ABC):
                 f"{', '.join(untaken or unwritten)}; take and put each declared handoff in every forward, "
                 f"or call super().forward, which does"
             )
+
+
+def _on_copies(forward: Forward) -> Forward:
+    """``forward``, given copies of its inputs."""
+
+    def run(ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return forward(ctx, *(t.clone() if isinstance(t, Tensor) else t for t in inputs))
+
+    return run
 
 
 def _owned(outputs: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
@@ -208,65 +306,3 @@ def _owned(outputs: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
 
 def _own(tensor: Tensor) -> Tensor:
     return tensor.clone() if isinstance(tensor, Tensor) and not is_sole_holder(tensor) else tensor
-
-
-def _check_definition(cls: type[ScheduleNode]) -> None:
-    name = f"{cls.__name__}({', '.join(base.__name__ for base in cls.__bases__)})"
-    for verb in _VERBS:
-        if verb in cls.__dict__:
-            raise NodeDefinitionError(
-                f"{name} overrides {verb!r}, which is final; override 'forward', or wrap the node to run code around it"
-            )
-    if _is_abstract(cls):
-        return
-    slot = cls.__dict__.get("slot", getattr(cls, "slot", None))
-    if not isinstance(slot, Slot | ExtraSlot):
-        found = "declares no 'slot'" if slot is None else f"declares slot = {slot!r}"
-        raise NodeDefinitionError(f"{name} {found}; declare one of {', '.join(f'Slot.{s.name}' for s in Slot)}")
-    stream = getattr(cls, "stream", None)
-    if not isinstance(stream, StreamType):
-        found = "declares no 'stream'" if stream is None else f"declares stream = {stream!r}"
-        raise NodeDefinitionError(f"{name} {found}; declare StreamType.COMPUTE or StreamType.COMM")
-    for attribute in ("reads", "writes"):
-        _check_handoff_map(name, attribute, getattr(cls, attribute))
-    both = set(cls.reads) & set(cls.writes)
-    if both:
-        raise NodeDefinitionError(
-            f"{name} declares {', '.join(sorted(both))} in both 'reads' and 'writes'; a handoff is written once: "
-            f"write it on under a new name"
-        )
-    _check_forward(name, cls)
-
-
-def _check_handoff_map(name: str, attribute: str, declared: object) -> None:
-    if not isinstance(declared, Mapping):
-        raise NodeDefinitionError(
-            f"{name} declares {attribute} = {declared!r}; declare a mapping from handoff name to type, "
-            f"e.g. {attribute} = {{'gate_scores': Tensor}}"
-        )
-    for key, kind in declared.items():
-        try:
-            isinstance(None, kind)
-        except TypeError:
-            valid = False
-        else:
-            valid = isinstance(key, str)
-        if not valid:
-            raise NodeDefinitionError(
-                f"{name} declares {attribute} {key!r}: {kind!r}; declare a name and a type, e.g. 'gate_scores': Tensor"
-            )
-
-
-def _check_forward(name: str, cls: type[ScheduleNode]) -> None:
-    kinds = [p.kind for p in inspect.signature(cls.forward).parameters.values()]
-    positional = [k for k in kinds if k in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    if len(positional) < 2 and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        raise NodeDefinitionError(
-            f"{name}.forward takes {inspect.signature(cls.forward)}; declare forward(self, ctx, *inputs)"
-        )
-
-
-def _is_abstract(cls: type) -> bool:
-    return any(
-        getattr(cast(object, getattr(cls, attribute, None)), "__isabstractmethod__", False) for attribute in dir(cls)
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from torch import Tensor
+from torch.nn import Module
 
 from layernodes._megatron.freeing import combine_uses_input
 from layernodes._megatron.layer import LayerPass
@@ -83,6 +84,12 @@ class CombineExchangeNode(CombineNode):
         output = self._parts.combine(layer_pass, output)
         self.put(ctx, "pass_to_post_combine", layer_pass)
         return output
+
+    def modules(self) -> tuple[Module, ...]:
+        return self._own_modules()
+
+    def touches_rng(self) -> bool:
+        return False
 
     def wgrad_hook(self) -> WgradHook | None:
         return None

@@ -4,6 +4,7 @@ A tensor that reaches a node by an undeclared way and requires grad would lose i
 node's graph, depending on who frees what first. So on the first forward of a node that records a graph:
 
     walk from the outputs and from the tensors handed on, along the graph's edges
+    what made an input (fused nodes share a graph)  -> the border, go no further
     a function made before this forward began      -> reached through an undeclared tensor
     a leaf that is an input or handoff of another
     slot of this layer and microbatch              -> reached through an undeclared tensor
@@ -11,6 +12,8 @@ node's graph, depending on who frees what first. So on the first forward of a no
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, final
 
 import torch
@@ -24,13 +27,38 @@ if TYPE_CHECKING:
     from layernodes.nodes.base import ScheduleNode
 
 _LEAVES: Final = "layernodes_leaves"
+_RUNNING: Final = "layernodes_audits"
+
+Forward = Callable[..., Tensor | tuple[Tensor, ...]]
+"""A node's forward, called with the context and the inputs."""
+
+_Leaves = dict[int, tuple[weakref.ref[Tensor], str]]
+"""Inputs and handoffs of a layer and microbatch by id, with what they are; weak, so that none lives for it."""
+
+
+def note_taken(ctx: NodeContext, value: object) -> None:
+    """Tell the audits that run on this layer and microbatch, several where a node wraps another, of a handoff taken."""
+    if isinstance(value, Tensor):
+        for audit in _running_on(ctx):
+            audit.took(value)
+
+
+def note_written(ctx: NodeContext, name: str, original: Tensor, detached: Tensor) -> None:
+    """Tell the audits that run on this layer and microbatch of a differentiable handoff written."""
+    for audit in _running_on(ctx):
+        audit.wrote(name, original, detached)
+
+
+def _running_on(ctx: NodeContext) -> list[EdgeAudit]:
+    running: list[EdgeAudit] = ctx.layer_state.__dict__.setdefault(_RUNNING, [])
+    return running
 
 
 @final
 class EdgeAudit:
     """Audits one node's first forward that records a graph; idle ever after."""
 
-    __slots__ = ("_allowed", "_done", "_leaves", "_roots", "_slot")
+    __slots__ = ("_allowed", "_borders", "_done", "_leaves", "_roots", "_slot")
 
     def __init__(self) -> None:
         self._done = False
@@ -40,24 +68,33 @@ class EdgeAudit:
         """Whether the next forward is to be audited."""
         return not self._done and torch.is_grad_enabled()
 
-    def run(self, node: ScheduleNode, ctx: NodeContext, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        """Run the node's forward and check its edges; NodeStateError names what was reached and how to declare it."""
-        leaves: dict[int, tuple[Tensor, str]] = ctx.layer_state.__dict__.setdefault(_LEAVES, {})
+    def run(
+        self, node: ScheduleNode, forward: Forward, ctx: NodeContext, inputs: tuple[Tensor, ...]
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Run ``forward``, the node's own or what gives it copies, and check its edges.
+
+        Raises:
+            NodeStateError: names what was reached and how to declare it.
+        """
+        leaves: _Leaves = ctx.layer_state.__dict__.setdefault(_LEAVES, {})
         slot = str(node.slot) if isinstance(node.slot, str) else node.slot.name
         self._reset(leaves, slot)
         for i, tensor in enumerate(inputs):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 self._allow(tensor)
-                leaves[id(tensor)] = (tensor, f"input {i} of {slot}")
+                leaves[id(tensor)] = (weakref.ref(tensor), f"input {i} of {slot}")
         start = torch._C._autograd._get_sequence_nr()
+        running = _running_on(ctx)
+        running.append(self)
         try:
-            outputs = node.forward(ctx, *inputs)
+            outputs = forward(ctx, *inputs)
             flat = outputs if isinstance(outputs, tuple) else (outputs,)
             self._roots.extend((t, f"output {i}") for i, t in enumerate(flat) if isinstance(t, Tensor))
             found = self._find_foreign(start)
         finally:
+            running.remove(self)
             self._reset({}, slot)
-        self._done = True
+        self._done = found is None
         if found:
             reached, root = found
             raise NodeStateError(
@@ -69,26 +106,27 @@ class EdgeAudit:
 
     def wrote(self, name: str, original: Tensor, detached: Tensor) -> None:
         """Note a differentiable handoff written during the audited forward."""
-        if self._leaves is not None and not self._done:
-            self._roots.append((original, f"handoff {name!r}"))
-            self._leaves[id(detached)] = (detached, f"handoff {name!r} written by {self._slot}")
+        self._roots.append((original, f"handoff {name!r}"))
+        self._leaves[id(detached)] = (weakref.ref(detached), f"handoff {name!r} written by {self._slot}")
 
-    def took(self, value: object) -> None:
+    def took(self, tensor: Tensor) -> None:
         """Note a handoff taken during the audited forward."""
-        if not self._done and isinstance(value, Tensor):
-            self._allow(value)
+        self._allow(tensor)
 
-    def _reset(self, leaves: dict[int, tuple[Tensor, str]], slot: str) -> None:
+    def _reset(self, leaves: _Leaves, slot: str) -> None:
         self._leaves = leaves
         self._slot = slot
         self._allowed: dict[int, Tensor] = {}
+        self._borders: set[Node] = set()
         self._roots: list[tuple[Tensor, str]] = []
 
     def _allow(self, tensor: Tensor) -> None:
         self._allowed[id(tensor)] = tensor
+        if tensor.grad_fn is not None:  # an input from a node that is fused with this one
+            self._borders.add(tensor.grad_fn)
 
     def _find_foreign(self, start: int) -> tuple[str, str] | None:
-        seen: set[Node] = set()
+        seen: set[Node] = set(self._borders)
         for tensor, root in self._roots:
             if tensor.grad_fn is None:
                 if self._is_foreign_leaf(tensor):
@@ -111,4 +149,5 @@ class EdgeAudit:
         return None
 
     def _is_foreign_leaf(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._leaves and id(tensor) not in self._allowed
+        leaf = self._leaves.get(id(tensor))
+        return leaf is not None and leaf[0]() is tensor and id(tensor) not in self._allowed

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from layernodes._megatron.freeing import reasons_to_copy
 from layernodes._megatron.layer import LayerParts
 from layernodes._megatron.slot_parts import slot_modules, slot_touches_rng
 from layernodes._megatron.support import check_layer
+from layernodes._megatron.wgrad import ModulesHook, deferrable_modules, own_deferred_parameters
 from layernodes.nodes.base import ScheduleNode
 from layernodes.slots import Slot
 
@@ -33,7 +34,21 @@ class LayerNode(ScheduleNode):
         self._parts = LayerParts(layer)
 
     def modules(self) -> tuple[Module, ...]:
-        return slot_modules(self._parts, Slot(str(self.slot)))
+        return (*slot_modules(self._parts, Slot(str(self.slot))), *self._own_modules())
+
+    def _own_modules(self) -> tuple[Module, ...]:
+        """Modules that a subclass holds, beside the layer's."""
+        of_layer = set((self._parts.mtp or self._parts.layer).modules())
+        return tuple(module for module in super().modules() if module not in of_layer)
+
+    def deferred_parameters(self) -> tuple[Parameter, ...]:
+        return deferrable_modules(self._parts, self.modules())
+
+    def own_deferred_parameters(self) -> tuple[Parameter, ...]:
+        hook = self.wgrad_hook()
+        if hook is not None and not isinstance(hook, ModulesHook):
+            return tuple(hook.parameters())  # a user's
+        return own_deferred_parameters(self._parts, self.modules())
 
     def touches_rng(self) -> bool:
         return slot_touches_rng(self._parts, Slot(str(self.slot)))

@@ -25,7 +25,7 @@ class MTPPostNode(LayerNode):
     stream  compute
     input   the inner layer's output ``[s, b, h]``
     output  the hidden states of all depths so far, ``[(1 + depth) * s, b, h]``
-    reads   ``mtp_depths``, ``mtp_call``
+    reads   ``mtp_depths``, ``mtp_latest``, ``mtp_call``
     frees   nothing
     wgrad   nothing
     ======= =====================================================================================================
@@ -35,7 +35,11 @@ class MTPPostNode(LayerNode):
 
     slot = Slot.MTP_POST_PROCESS
     stream = StreamType.COMPUTE
-    reads: ClassVar[HandoffMap] = {"mtp_depths": Tensor, "mtp_call": ModuleCall | None}
+    reads: ClassVar[HandoffMap] = {
+        "mtp_depths": Tensor | None,
+        "mtp_latest": Tensor,
+        "mtp_call": ModuleCall | None,
+    }
 
     def __init__(self, layer: MultiTokenPredictionLayer) -> None:
         super().__init__(layer)
@@ -50,8 +54,10 @@ class MTPPostNode(LayerNode):
     def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         (hidden,) = inputs
         depths = self.take(ctx, "mtp_depths")
+        latest = self.take(ctx, "mtp_latest")
         call = self.take(ctx, "mtp_call")
-        assert isinstance(depths, Tensor)
+        assert isinstance(depths, Tensor | None)
+        assert isinstance(latest, Tensor)
         assert isinstance(call, ModuleCall | None)
         assert self._parts.mtp is not None
-        return leave(ctx, self._parts.mtp, call, hidden, depths)
+        return leave(ctx, self._parts.mtp, call, hidden, depths, latest)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from torch import Tensor
 
 from layernodes._megatron.calls import ModuleCall
-from layernodes._megatron.layer import LayerPass, begin_decoder
+from layernodes._megatron.decoder import begin_decoder
+from layernodes._megatron.layer import LayerPass
 from layernodes._megatron.mtp import enter, join
 from layernodes._megatron.wgrad import pre_dispatch_hook
 from layernodes.nodes.base import WgradHook
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 _MOE_ONLY: Final = frozenset({"residual", "shared_expert_output", "pass_to_dispatch"})
 _DENSE_ONLY: Final = frozenset({"pass_to_mlp"})
-_MTP_ONLY: Final = frozenset({"mtp_depths", "mtp_call"})
+_MTP_ONLY: Final = frozenset({"mtp_depths", "mtp_latest", "mtp_call"})
 
 
 class PreDispatchNode(LayerNode):
@@ -33,7 +34,7 @@ class PreDispatchNode(LayerNode):
     input   hidden states ``[s, b, h]``; under MTP those of all depths so far, ``[(1 + depth) * s, b, h]``
     output  tokens ``[tokens, h]`` and probs, as the dispatcher wants them; of a dense layer, hidden states
     writes  ``residual``, ``shared_expert_output``, ``pass_to_dispatch``; of a dense layer ``pass_to_mlp``; under MTP
-            ``mtp_depths`` and ``mtp_call`` too
+            ``mtp_depths``, ``mtp_latest`` and ``mtp_call`` too
     frees   nothing: the input is the residual
     wgrad   attention, shared experts, ``fc1_latent_proj``, MTP ``eh_proj``
     ======= =====================================================================================================
@@ -48,7 +49,8 @@ class PreDispatchNode(LayerNode):
         "shared_expert_output": Tensor | None,
         "pass_to_dispatch": LayerPass,
         "pass_to_mlp": LayerPass,
-        "mtp_depths": Tensor,
+        "mtp_depths": Tensor | None,
+        "mtp_latest": Tensor,
         "mtp_call": ModuleCall | None,
     }
 
@@ -63,7 +65,8 @@ class PreDispatchNode(LayerNode):
         mtp = parts.mtp
         if mtp is not None:
             entry = enter(ctx, mtp, hidden)
-            self.put(ctx, "mtp_depths", entry.depths)
+            self.put(ctx, "mtp_depths", entry.earlier)
+            self.put(ctx, "mtp_latest", entry.latest)
             self.put(ctx, "mtp_call", entry.call)
             with parts.rng():
                 return self._run_layer(ctx, join(mtp, entry))

@@ -4,6 +4,7 @@ microbatches."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,12 +12,15 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from layernodes._megatron.chunk import GPTChunk
-from layernodes._megatron.shared_parameters import Site, shared_sites
+from layernodes._megatron.layer_kinds import precision_context
+from layernodes._megatron.shared_parameters import shared_sites
 from layernodes.errors import PlanError
+from layernodes.nodes import ScheduleNode, WgradHook
 from layernodes.plan.chunk_run import ChunkRun
-from layernodes.plan.layer_plan import LayerPlan, NodeFactory, SlotKey
+from layernodes.plan.layer_plan import LayerPlan, NodeFactory, SlotKey, WgradMode
 from layernodes.plan.shape import ChunkShape, LayerShape, SlotShape
 from layernodes.slots import POST_PROCESS, PRE_PROCESS, Slot, StreamType
+from layernodes.wgrad import Site
 
 
 @final
@@ -29,7 +33,11 @@ class ChunkPlace:
         slot: name of the slot.
         stream: where it runs.
         node: called ``node(ctx, *inputs)``; None for a pass-through.
+        reads: the handoffs that it takes.
         frees_input, touches_rng: what the node says of itself.
+        new_hook: makes the weight-gradient hook of a microbatch; None where the slot has no ``W`` step.
+        deferred: ids of the parameters whose gradients come with ``W``.
+        precision: makes the low-precision context that its forward runs under; None: none.
         sites: where it holds parameters that other nodes of the chunk use too.
         is_first_layer, is_last_layer, is_mtp: what the node is told of its layer.
     """
@@ -38,8 +46,12 @@ class ChunkPlace:
     slot: str
     stream: StreamType
     node: Callable[..., Any] | None
+    reads: tuple[str, ...] = ()
     frees_input: bool = False
     touches_rng: bool = True
+    new_hook: Callable[[], WgradHook | None] | None = None
+    deferred: frozenset[int] = frozenset()
+    precision: Callable[[], AbstractContextManager[Any]] | None = None
     sites: tuple[Site, ...] = ()
     is_first_layer: bool = False
     is_last_layer: bool = False
@@ -81,7 +93,11 @@ class ChunkPlan:
 
     @staticmethod
     def build(
-        model: Module, *, nodes: Mapping[SlotKey, NodeFactory] | None = None, split_combine: bool = False
+        model: Module,
+        *,
+        nodes: Mapping[SlotKey, NodeFactory] | None = None,
+        split_combine: bool = False,
+        wgrad: WgradMode | str = WgradMode.OFF,
     ) -> ChunkPlan:
         """Build the plan of any part of a ``GPTModel``: whole, a pipeline or virtual-pipeline part, an empty one.
 
@@ -89,6 +105,7 @@ class ChunkPlan:
             model: the model chunk, possibly wrapped in ``Float16Module`` or DistributedDataParallel.
             nodes: node class or factory by slot, for every layer that has the slot.
             split_combine: put everything after the combine exchange into a slot of its own on the compute stream.
+            wgrad: ``"auto"`` defers weight gradients wherever a node can; schedules then need their ``W`` steps.
 
         Raises:
             UnsupportedLayerError: a model, layer or configuration that is not handled.
@@ -102,15 +119,19 @@ class ChunkPlan:
             if layer not in built:
                 fitting = {slot: node for slot, node in given.items() if LayerPlan.has_slot(layer, slot, split_combine)}
                 used |= fitting.keys()
-                built[layer] = LayerPlan.build(layer, nodes=fitting, split_combine=split_combine)
+                built[layer] = LayerPlan.build(layer, nodes=fitting, split_combine=split_combine, wgrad=wgrad)
         unused = [str(slot) for slot in given if slot not in used]
         if unused and built:
             raise PlanError(f"nodes names {', '.join(unused)}, which no layer of this chunk has; leave it out")
         return ChunkPlan([built[layer] for layer in (*chunk.decoder_layers, *chunk.mtp_layers)], chunk)
 
     @staticmethod
-    def of(layers: Sequence[LayerPlan]) -> ChunkPlan:
+    def of(layers: Sequence[LayerPlan], *, wgrad: WgradMode | str | None = None) -> ChunkPlan:
         """Join layer plans, without ends and without a model; a batch is then the first layer's input.
+
+        Args:
+            layers: the plans, in order.
+            wgrad: build each anew with this; None takes them as they are.
 
         Raises:
             PlanError: something else than layer plans.
@@ -120,7 +141,7 @@ class ChunkPlan:
                 raise PlanError(
                     f"ChunkPlan.of joins layer plans, found {type(plan).__name__}; use LayerPlan.build(layer)"
                 )
-        return ChunkPlan(layers, None)
+        return ChunkPlan(layers if wgrad is None else [plan.with_wgrad(wgrad) for plan in layers], None)
 
     def open(self, batch: Any) -> ChunkRun:
         """Begin one microbatch; a runner takes it from there, in one call or in several.
@@ -132,9 +153,30 @@ class ChunkPlan:
         """
         return ChunkRun(self, self._chunk, batch)
 
+    @property
+    def model(self) -> Module:
+        """The ``GPTModel`` of a chunk built from one, out of its wrappers.
+
+        Raises:
+            PlanError: the chunk was joined from layer plans.
+        """
+        if self._chunk is None:
+            raise PlanError("this chunk was joined from layer plans and has no model; use ChunkPlan.build(model)")
+        model: Module = self._chunk.model
+        return model
+
+    def run_context(self) -> AbstractContextManager[Any]:
+        """The context that a whole run is under."""
+        return nullcontext() if self._chunk is None else self._chunk.run_context()
+
     def exchange_groups(self) -> tuple[ProcessGroup, ...]:
         """The process groups over which the chunk exchanges tokens."""
         return () if self._chunk is None else self._chunk.exchange_groups()
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether the chunk's ends communicate too, with the ranks that share their parameters."""
+        return self._chunk is not None and self._chunk.is_tensor_parallel
 
     def __repr__(self) -> str:
         return f"ChunkPlan({self.shape})"
@@ -149,28 +191,28 @@ def _layer_shape(plan: LayerPlan, *, is_mtp: bool) -> LayerShape:
             stream = StreamType.COMM if slot in (Slot.MOE_DISPATCH, Slot.MOE_COMBINE) else StreamType.COMPUTE
             slots.append(SlotShape(name=slot.value, stream=stream, passthrough=True))
         elif slot in plan.nodes:
-            slots.append(SlotShape(name=slot.value, stream=plan.nodes[slot].stream))
+            slots.append(_slot_shape(slot.value, plan.nodes[slot]))
         slots += [
-            SlotShape(name=key.name, stream=plan.nodes[key].stream)
+            _slot_shape(key.name, plan.nodes[key])
             for key in names
             if not isinstance(key, Slot) and plan.root_of(key) is slot
         ]
     return LayerShape(kind="moe" if plan.is_moe else "dense", slots=tuple(slots), mtp=is_mtp)
 
 
+def _slot_shape(name: str, node: ScheduleNode) -> SlotShape:
+    return SlotShape(name=name, stream=node.stream, wgrad=bool(node.wgrad_parameters))
+
+
 def _places(
     layers: Sequence[LayerPlan], shape: ChunkShape, num_decoder: int, chunk: GPTChunk | None
 ) -> list[ChunkPlace]:
     nodes = [{_name(slot): node for slot, node in plan.nodes.items()} for plan in layers]
-    own_sites = (
-        {}
-        if chunk is not None
-        else dict(
-            zip(
-                [(i, name) for i, of_layer in enumerate(nodes) for name in of_layer],
-                shared_sites([node.modules() for of_layer in nodes for node in of_layer.values()]),
-                strict=True,
-            )
+    own_sites = dict(
+        zip(
+            [(i, name) for i, of_layer in enumerate(nodes) for name in of_layer],
+            shared_sites([node.modules() for of_layer in nodes for node in of_layer.values()]),
+            strict=True,
         )
     )
     places = []
@@ -191,18 +233,22 @@ def _places(
         node = nodes[number].get(slot.name)
         is_mtp = number >= num_decoder
         first, last = (num_decoder, len(layers) - 1) if is_mtp else (0, num_decoder - 1)
-        is_first_slot = slot.name == Slot.PRE_DISPATCH_COMPUTATION
+        sites = own_sites.get((number, slot.name), ())
+        if chunk is not None and is_mtp and slot.name == Slot.PRE_DISPATCH_COMPUTATION:
+            sites += chunk.sites(slot.name)
         places.append(
             ChunkPlace(
                 layer=number,
                 slot=slot.name,
                 stream=slot.stream,
                 node=node,
+                reads=() if node is None else tuple(node.reads),
                 frees_input=node is not None and node.frees_input(),
                 touches_rng=node is not None and node.touches_rng(),
-                sites=own_sites.get((number, slot.name), ())
-                if chunk is None
-                else chunk.layer_sites(is_mtp=is_mtp, is_first_slot=is_first_slot),
+                new_hook=node.new_hook if node is not None and slot.wgrad else None,
+                precision=None if chunk is None else precision_context(layers[number].layer),
+                deferred=frozenset() if node is None else frozenset(map(id, node.wgrad_parameters)),
+                sites=sites,
                 is_first_layer=number == first,
                 is_last_layer=number == last,
                 is_mtp=is_mtp,

@@ -11,6 +11,7 @@ from torch import Tensor
 from layernodes._megatron.chunk import ChunkState, GPTChunk
 from layernodes._megatron.shared_parameters import SharedGradients
 from layernodes.errors import NodeStateError
+from layernodes.lane import Lane
 from layernodes.plan.slot_run import LayerState, SlotRun, Values
 from layernodes.state import handoffs_of
 
@@ -32,7 +33,7 @@ class ChunkRun:
 
     __slots__ = (
         "_gradient",
-        "_input",
+        "_is_input",
         "_layer_states",
         "_shared",
         "_slots",
@@ -49,35 +50,29 @@ class ChunkRun:
         self.input_grad: Tensor | None = None
         self._state, given = _begin(chunk, batch)
         self._value: Values | None = () if given is None else (given,)
+        self._is_input = True  # the caller's own tensor, whose storage is not ours to free
         self._gradient: Values | None = None
         self._layer_states: list[LayerState] = [LayerState() for _ in plan.layers]
         self._slots: list[SlotRun | None] = [None] * len(plan.places)
         self._shared = SharedGradients()
 
-    def forward(self, index: int, stream: torch.Stream | None) -> None:
+    def forward(self, index: int, lane: Lane | None = None) -> None:
         """Run the forward of the slot at place ``index``."""
         place = self.plan.places[index]
         if place.node is None:
             return
         if self._value is None or self._slots[index] is not None:
             raise NodeStateError(f"F of {_text(place)} runs a second time for one microbatch; a run is used once")
+        records = torch.is_grad_enabled()
         slot = SlotRun(
+            place,
             None if place.layer is None else self._layer_states[place.layer],
             self._state,
-            is_first_layer=place.is_first_layer,
-            is_last_layer=place.is_last_layer,
-            is_mtp=place.is_mtp,
+            place.new_hook() if place.new_hook is not None and records else None,
         )
         previous, self._value = self._value, None
-        self._value = slot.forward(
-            place.node,
-            previous,
-            frees_input=place.frees_input,
-            stream=stream,
-            sites=place.sites,
-            shared=self._shared,
-        )
-        if torch.is_grad_enabled():
+        self._value = slot.forward(previous, lane, self._shared)
+        if records:
             self._slots[index] = slot
 
     def end_forward(self) -> Any:
@@ -95,6 +90,17 @@ class ChunkRun:
         self.output = detached[0] if len(detached) == 1 else detached
         return self.output
 
+    @property
+    def value(self) -> Any:
+        """What the latest forward slot returned, as a leaf that requires grad; what a pipeline sends on."""
+        value = self.output if self._value is None else self._value[0] if len(self._value) == 1 else self._value
+        return value.detach().requires_grad_(True) if isinstance(value, Tensor) else value
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient that the latest backward slot returned; what a pipeline sends back."""
+        return self._gradient[0] if self._gradient else self.input_grad
+
     def begin_backward(self, gradient: Any) -> None:
         """Hand over the gradient of the output; None: ones like it."""
         if gradient is None:
@@ -105,18 +111,27 @@ class ChunkRun:
         else:
             self._gradient = gradient if isinstance(gradient, tuple) else (gradient,)
 
-    def backward(self, index: int) -> None:
+    def backward(self, index: int, lane: Lane | None = None) -> None:
         """Run the backward of the slot at place ``index``."""
         place = self.plan.places[index]
         if place.node is None:
             return
-        slot, self._slots[index] = self._slots[index], None
+        slot = self._slots[index]
+        if place.new_hook is None:
+            self._slots[index] = None
         if slot is None or self._gradient is None:
             raise NodeStateError(
                 f"B of {_text(place)} runs before its F, or a second time; run each slot's F first, and each B once"
             )
         gradient, self._gradient = self._gradient, None
-        self._gradient = slot.backward(gradient)
+        self._gradient = slot.backward(gradient, lane)
+
+    def weight_gradients(self, index: int) -> None:
+        """Compute and deliver the weight gradients that the backward of the slot at place ``index`` deferred."""
+        slot, self._slots[index] = self._slots[index], None
+        if slot is None:
+            raise NodeStateError(f"W of {_text(self.plan.places[index])} runs before its B, or a second time")
+        slot.weight_gradients()
 
     def end_backward(self) -> Tensor | None:
         """Take the gradient of the chunk's input; None where there is none."""
@@ -124,8 +139,33 @@ class ChunkRun:
         self.input_grad = gradient[0] if gradient else None
         return self.input_grad
 
+    def pending_wgrads(self) -> tuple[str, ...]:
+        """The slots whose backward deferred weight gradients that have not been computed, with the parameters."""
+        return tuple(
+            f"{_text(place)} ({', '.join(self._names(place))})"
+            for place, slot in zip(self.plan.places, self._slots, strict=True)
+            if slot is not None and slot.owes_wgrads
+        )
+
+    def _names(self, place: ChunkPlace) -> list[str]:
+        layer = self.plan.layers[place.layer or 0].layer
+        return [name for name, parameter in layer.named_parameters() if id(parameter) in place.deferred]
+
     def close(self) -> None:
-        """Forget everything but ``output`` and ``input_grad``."""
+        """Forget everything but ``output`` and ``input_grad``.
+
+        Raises:
+            NodeStateError: weight gradients that a backward deferred have not been computed; lists them.
+        """
+        pending = self.pending_wgrads()
+        self.discard()
+        if pending:
+            raise NodeStateError(
+                f"closed with weight gradients that no W step computed: {'; '.join(pending)}; run the W of each B"
+            )
+
+    def discard(self) -> None:
+        """``close`` after a failure: whatever is pending goes too."""
         for slot in self._slots:
             if slot is not None:
                 slot.close()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 from torch.nn import Module
 
 from layernodes._megatron.layer_kinds import LayerKind, kind_of
-from layernodes.errors import PlanError
+from layernodes._megatron.support import notes_on
+from layernodes._megatron.wgrad import delays_wgrads
+from layernodes.errors import PlanError, UnsupportedLayerError
 from layernodes.nodes import (
     CombineExchangeNode,
     CombineNode,
@@ -23,6 +27,16 @@ from layernodes.nodes import (
 )
 from layernodes.plan.describe import LayerDescription, describe_layer
 from layernodes.slots import MEGATRON_SLOTS, ExtraSlot, Slot
+
+
+class WgradMode(StrEnum):
+    """Whether weight gradients are deferred: ``auto``, wherever a node can, or ``off``."""
+
+    AUTO = "auto"
+    OFF = "off"
+
+
+_logger = logging.getLogger(__name__)
 
 SlotKey = Slot | ExtraSlot
 """What a plan's nodes are filed under."""
@@ -52,22 +66,36 @@ class LayerPlan:
         nodes: node by slot, in slot order; slots that the layer does not have are absent.
     """
 
-    __slots__ = ("_kind", "layer", "nodes")
+    __slots__ = ("_built_from", "_kind", "layer", "nodes")
 
     layer: Module
     nodes: Mapping[SlotKey, ScheduleNode]
 
-    def __init__(self, layer: Module, nodes: Mapping[SlotKey, ScheduleNode], kind: LayerKind) -> None:
+    _built_from: tuple[Mapping[SlotKey, NodeFactory], bool]
+    _kind: LayerKind
+
+    def __init__(
+        self,
+        layer: Module,
+        nodes: Mapping[SlotKey, ScheduleNode],
+        kind: LayerKind,
+        built_from: tuple[Mapping[SlotKey, NodeFactory], bool],
+    ) -> None:
         object.__setattr__(self, "layer", layer)
         object.__setattr__(self, "nodes", MappingProxyType(dict(nodes)))
         object.__setattr__(self, "_kind", kind)
+        object.__setattr__(self, "_built_from", built_from)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"LayerPlan is immutable; build another plan instead of setting {name!r}")
 
     @staticmethod
     def build(
-        layer: Module, *, nodes: Mapping[SlotKey, NodeFactory] | None = None, split_combine: bool = False
+        layer: Module,
+        *,
+        nodes: Mapping[SlotKey, NodeFactory] | None = None,
+        split_combine: bool = False,
+        wgrad: WgradMode | str = WgradMode.OFF,
     ) -> LayerPlan:
         """Build the plan of a layer.
 
@@ -76,6 +104,8 @@ class LayerPlan:
                 and then ``nodes`` names every slot that it uses.
             nodes: node class or factory (called with the layer) by slot, in place of the layer's own.
             split_combine: put everything after the combine exchange into a slot of its own, ``Slot.POST_COMBINE``.
+            wgrad: ``"auto"`` defers weight gradients wherever a node can, and its slot then has ``W`` steps; ``"off"``:
+                all come with ``B``.
 
         Raises:
             UnsupportedLayerError: a layer or configuration that is not handled; names field and value.
@@ -97,7 +127,26 @@ class LayerPlan:
             factories[slot] = factory
         built = {slot: _build_node(factories[slot], slot, layer) for slot in _in_order(factories)}
         _check_handoffs(built)
-        return LayerPlan(layer, built, kind)
+        mode = WgradMode(wgrad)
+        for slot, node in built.items():
+            if mode is WgradMode.AUTO:
+                node.defer_wgrads()
+            elif kind is not LayerKind.OTHER and delays_wgrads(layer) and node.own_deferred_parameters():
+                raise UnsupportedLayerError(
+                    f"{_name(slot)} has modules that hold their weight gradients back (delay_wgrad_compute is on), and "
+                    f"wgrad='off' would never compute them; build with wgrad='auto', or switch delay_wgrad_compute off",
+                    field="delay_wgrad_compute",
+                    value=True,
+                )
+        if kind is not LayerKind.OTHER:
+            for note in notes_on(layer):
+                _logger.warning("%s: %s", type(layer).__name__, note)
+        return LayerPlan(layer, built, kind, (given, split_combine))
+
+    def with_wgrad(self, wgrad: WgradMode | str) -> LayerPlan:
+        """The plan of the same layer and nodes, built anew with another ``wgrad``."""
+        nodes, split_combine = self._built_from
+        return LayerPlan.build(self.layer, nodes=nodes, split_combine=split_combine, wgrad=wgrad)
 
     @staticmethod
     def has_slot(layer: Module, slot: SlotKey, split_combine: bool = False) -> bool:
@@ -143,7 +192,7 @@ class LayerPlan:
         """
         drained: dict[Slot, list[WgradHook]] = {Slot.PRE_DISPATCH_COMPUTATION: [], Slot.MLP: []}
         for slot, node in self.nodes.items():
-            hook = node.wgrad_hook()
+            hook = node.new_hook()
             if hook is not None:
                 drained[slot if isinstance(slot, Slot) and slot in drained else Slot.MLP].append(hook)
         return {slot.value: hooks[0] if len(hooks) == 1 else hooks for slot, hooks in drained.items()}
@@ -154,7 +203,8 @@ class LayerPlan:
 
     def describe(self) -> LayerDescription:
         """What each slot does, as a pydantic model that dumps to JSON."""
-        return describe_layer(self.layer, self.nodes)
+        notes = () if self._kind is LayerKind.OTHER else notes_on(self.layer)
+        return describe_layer(self.layer, self.nodes, notes)
 
     def __repr__(self) -> str:
         inside = ", ".join(f"{slot.name.lower()}={type(node).__name__}" for slot, node in self.nodes.items())
@@ -235,6 +285,7 @@ def _fused(nodes: list[ScheduleNode]) -> Callable[..., Any]:
             inputs = outputs if isinstance(outputs, tuple) else (outputs,)
         return outputs
 
+    run_in_order.wgrad_parameters = [p for node in nodes for p in node.wgrad_parameters]  # type: ignore[attr-defined]
     return run_in_order
 
 

@@ -7,6 +7,7 @@ Each takes a forward and a backward shape, either of which may be None, and has 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
 from layernodes.plan.generators import EARLY_RELEASE_ORDER, MEGATRON_ORDER
@@ -62,6 +63,7 @@ def deferred(
 BUILT_IN: Final[Mapping[str, Callable[[ChunkShape | None, ChunkShape | None], PairSchedule]]] = {
     "serial": serial,
     "combined_1f1b": combined_1f1b,
+    "early_release": partial(combined_1f1b, early_release=True),
     "forward_forward": forward_forward,
 }
 """The built-in pair schedules by name."""

@@ -1,15 +1,16 @@
 """The ranks that exchange tokens check that they hold the same schedule.
 
 Ranks with different schedules would wait in different collectives for ever. So, on every run and for every group over
-which
-the chunk exchanges tokens, each rank gathers all ranks' fingerprints: issued before the first step, on a CPU group of
-its
-own so that it crosses no other collective, and awaited before the first communication step.
+which the chunk exchanges tokens, each rank gathers all ranks' fingerprints: issued before the first step, on a CPU
+group of its own so that it crosses no other collective, and awaited on both streams before the first step that may
+communicate (the router already gathers token counts). A rank that refuses its schedule or its batches takes part too,
+with a fingerprint that nobody else has, so that the others are told.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
@@ -34,6 +35,7 @@ class RankCheck:
 
     def __init__(self) -> None:
         self._side_groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self._withdrawn: list[PendingCheck] = []
 
     def issue(self, groups: Iterable[ProcessGroup], mine: Tensor) -> PendingCheck:
         """Start gathering the fingerprints of every group."""
@@ -45,8 +47,13 @@ class RankCheck:
             pending.append((work, ranks, found))
         return PendingCheck(mine, pending)
 
+    def withdraw(self, groups: Iterable[ProcessGroup]) -> None:
+        """Tell the others that this rank will not run; waits for nobody."""
+        self._withdrawn.append(self.issue(groups, fingerprint("withdrawn")))
+
     def close(self) -> None:
         """Give the side groups back."""
+        self._withdrawn.clear()
         while self._side_groups:
             _, group = self._side_groups.popitem()
             if dist.is_initialized():
@@ -67,21 +74,30 @@ class PendingCheck:
     def __init__(self, mine: Tensor, pending: list[tuple[Any, Sequence[int], list[Tensor]]]) -> None:
         self._mine = mine
         self._pending = pending
+        self._lock = threading.Lock()
+        self._is_done = False
 
     def wait(self) -> None:
-        """Wait for the fingerprints and compare them; does nothing the second time.
+        """Wait for the fingerprints and compare them; once that went well, does nothing.
 
         Raises:
             RankMismatchError: a rank of a group holds another schedule; raised on all of its ranks.
         """
-        pending, self._pending = self._pending, []
-        for work, ranks, found in pending:
+        if self._is_done:
+            return
+        with self._lock:  # both lanes come here
+            if not self._is_done:
+                self._compare()
+                self._is_done = True
+
+    def _compare(self) -> None:
+        for work, ranks, found in self._pending:
             work.wait()
             if any(not torch.equal(one, found[0]) for one in found):
                 mine = [rank for rank, one in zip(ranks, found, strict=True) if torch.equal(one, self._mine)]
                 others = [rank for rank in ranks if rank not in mine]
                 raise RankMismatchError(
-                    f"ranks {others} hold another schedule than ranks {mine}, and they exchange tokens with "
-                    f"each other; "
-                    f"give all ranks of an expert-parallel group the same schedule and number of microbatches"
+                    f"ranks {others} hold another schedule than ranks {mine}, or refused theirs, and they exchange "
+                    f"tokens with each other; give all ranks of an expert-parallel group the same schedule and number "
+                    f"of microbatches"
                 )

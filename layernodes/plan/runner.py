@@ -10,30 +10,33 @@ take outputs and gradients, close the runs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Self, final
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from layernodes.errors import NodeStateError, RankMismatchError, ScheduleError, StepError
+from layernodes.errors import NodeStateError, ScheduleError
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import ChunkRun
-from layernodes.plan.program import LANES, Op, Program, compile_steps
-from layernodes.plan.ranks import PendingCheck, RankCheck, fingerprint
+from layernodes.plan.collectives import CollectiveWatch
+from layernodes.plan.performance import Performance, StepCallback
+from layernodes.plan.program import LANES, Call, Op, Program, compile_steps
+from layernodes.plan.ranks import RankCheck, fingerprint
+from layernodes.plan.recording import RecordingStreams
 from layernodes.plan.rng import RngMode, StepGenerators
 from layernodes.plan.rules import Mode, Rules
 from layernodes.plan.schedule import PairSchedule, Schedule
-from layernodes.plan.step import Step
 from layernodes.plan.timeline import Interval, Timeline
 from layernodes.plan.validate import check
 from layernodes.slots import Phase
 from layernodes.streams import DeviceStreams, InlineStreams, Spans, Streams, ThreadStreams
-
-StepCallback = Callable[[Step], None]
 
 
 class StreamKind(StrEnum):
@@ -43,6 +46,7 @@ class StreamKind(StrEnum):
     CUDA = "cuda"
     THREADS = "threads"
     INLINE = "inline"
+    RECORDING = "recording"
 
 
 @final
@@ -53,12 +57,17 @@ class RunResult:
     Attributes:
         outputs: what the chunk returned, by microbatch.
         input_grads: gradient of the chunk's input, by microbatch; None where there is none.
-        timeline: what ran where and when.
     """
 
     outputs: tuple[Any, ...]
     input_grads: tuple[Tensor | None, ...]
-    timeline: Timeline
+    _program: Program
+    _spans: Spans
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """What ran where and when."""
+        return _timeline(self._program, self._spans)
 
 
 @final
@@ -66,7 +75,8 @@ class Runner:
     """Runs schedules. Use it as a context manager, or ``close`` it.
 
     Args:
-        streams: ``"auto"``, ``"cuda"`` (any accelerator), ``"threads"`` or ``"inline"``.
+        streams: ``"auto"``, ``"cuda"`` (any accelerator), ``"threads"``, ``"inline"`` or ``"recording"``; or an object,
+            such as ``RecordingStreams()``, of which the caller keeps hold.
         rng: ``"plain"``: random numbers are drawn in the order in which steps run; ``"per_step"``: each step's depend
         on the
             state at the start, its microbatch, layer and slot alone, so that every order gives the same bits.
@@ -79,18 +89,18 @@ class Runner:
 
     def __init__(
         self,
-        streams: StreamKind | str = StreamKind.AUTO,
+        streams: StreamKind | str | Streams[Op] = StreamKind.AUTO,
         *,
         rng: RngMode | str = RngMode.PLAIN,
         before_step: StepCallback | None = None,
         after_step: StepCallback | None = None,
     ) -> None:
-        self._streams = _make_streams(StreamKind(streams))
+        self._streams = _make_streams(StreamKind(streams)) if isinstance(streams, str) else streams
         self._rng = RngMode(rng)
         self._before_step = before_step
         self._after_step = after_step
         self._ranks = RankCheck()
-        self._compiled: dict[tuple[int, ...], _Compiled] = {}
+        self._compiled: dict[tuple[Hashable, ...], _Compiled] = {}
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -127,22 +137,29 @@ class Runner:
             RankMismatchError: another rank of an expert-parallel group holds another schedule.
             StepError: a step raised; names it. Gradients accumulated until then stay.
         """
-        if loss_grads is not None and len(loss_grads) != len(batches):
-            raise ScheduleError(f"{len(loss_grads)} loss_grads for {len(batches)} batches; give one for each")
+        self._check_open()
         trains = any(step.phase is not Phase.F for step in schedule)
-        compiled = self._compile_schedule(schedule, chunk, len(batches), Mode.TRAIN if trains else Mode.FORWARD)
         with torch.set_grad_enabled(trains):
-            runs = [chunk.open(batch) for batch in batches]
             try:
-                timeline = self._perform(compiled, runs, chunk, loss_grads)
+                _check_loss_grads(loss_grads, batches)
+                compiled = self._compile_schedule(schedule, chunk, len(batches), Mode.TRAIN if trains else Mode.FORWARD)
+                runs = [chunk.open(batch) for batch in batches]
+            except Exception:
+                self._ranks.withdraw(chunk.exchange_groups())
+                raise
+            try:
+                with chunk.run_context():
+                    spans = self._perform(compiled, runs, chunk.exchange_groups(), loss_grads)
+                _check_drained(runs)
                 return RunResult(
                     outputs=tuple(run.output for run in runs),
                     input_grads=tuple(run.input_grad for run in runs),
-                    timeline=timeline,
+                    _program=compiled.program,
+                    _spans=spans,
                 )
             finally:
                 for run in runs:
-                    run.close()
+                    run.discard()
 
     def run_pair(
         self,
@@ -150,6 +167,7 @@ class Runner:
         forward: ChunkRun | None,
         backward: ChunkRun | None,
         loss_grad: Any = None,
+        calls: Mapping[Call, Callable[[], None]] | None = None,
     ) -> Timeline:
         """Run a pair: the forward of one chunk run against the backward of another, opened in an earlier call.
 
@@ -160,42 +178,57 @@ class Runner:
             schedule: ``F0`` steps of ``forward``, ``B1`` and ``W1`` steps of ``backward``.
             forward, backward: chunk runs, of the same chunk or of two; either may be None.
             loss_grad: gradient of the output of ``backward``; None: ones.
+            calls: the trainer's functions around the passes, such as pipeline sends and receives.
 
         Raises:
             ScheduleError, RankMismatchError, StepError: as ``run``.
         """
+        self._check_open()
         chunks = (None if forward is None else forward.plan, None if backward is None else backward.plan)
-        compiled = self._compile_pair(schedule, *chunks)
+        groups = _groups_of(chunks)
+        try:
+            compiled = self._compile_pair(schedule, *chunks, frozenset(calls or ()))
+        except Exception:
+            self._ranks.withdraw(groups)
+            raise
+        present = chunks[0] or chunks[1]
         runs = [forward, backward]
         grads = [None, loss_grad]
         try:
-            return self._perform(compiled, runs, chunks[0] or chunks[1], grads)
+            with nullcontext() if present is None else present.run_context():
+                spans = self._perform(compiled, runs, groups, grads, calls)
+            _check_drained([backward])
+            return _timeline(compiled.program, spans)
         except BaseException:
             for run in runs:
                 if run is not None:
-                    run.close()
+                    run.discard()
             raise
         finally:
             if backward is not None:
-                backward.close()
+                backward.discard()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise NodeStateError("this Runner is closed; make another one")
 
     def _perform(
         self,
         compiled: _Compiled,
         runs: Sequence[ChunkRun | None],
-        chunk: ChunkPlan | None,
+        groups: Sequence[ProcessGroup],
         loss_grads: Sequence[Any] | None,
-    ) -> Timeline:
-        if self._closed:
-            raise NodeStateError("this Runner is closed; make another one")
-        groups = () if chunk is None else chunk.exchange_groups()
+        calls: Mapping[Call, Callable[[], None]] | None = None,
+    ) -> Spans:
         pending = self._ranks.issue(groups, compiled.fingerprint) if groups else None
         generators = StepGenerators() if self._rng is RngMode.PER_STEP else None
-        performance = _Performance(
+        performance = Performance(
             runs=runs,
             loss_grads=loss_grads,
+            calls=calls,
             pending=pending,
             generators=generators,
+            watch=CollectiveWatch() if groups and not compiled.is_watched else None,
             before_step=self._before_step,
             after_step=self._after_step,
         )
@@ -206,7 +239,8 @@ class Runner:
                 generators.leave()
         if pending is not None:
             pending.wait()
-        return _timeline(compiled.program, spans)
+        compiled.is_watched = True
+        return spans
 
     def _compile_schedule(self, schedule: Schedule, chunk: ChunkPlan, num_microbatches: int, mode: Mode) -> _Compiled:
         key = (id(schedule), id(chunk), num_microbatches)
@@ -219,98 +253,76 @@ class Runner:
             compiled = self._compiled[key] = _Compiled(program, fingerprint(text), (schedule, chunk))
         return compiled
 
-    def _compile_pair(self, schedule: PairSchedule, forward: ChunkPlan | None, backward: ChunkPlan | None) -> _Compiled:
-        key = (id(schedule), id(forward), id(backward), -1)
+    def _compile_pair(
+        self,
+        schedule: PairSchedule,
+        forward: ChunkPlan | None,
+        backward: ChunkPlan | None,
+        calls: frozenset[Call],
+    ) -> _Compiled:
+        key = (id(schedule), id(forward), id(backward), calls)
         compiled = self._compiled.get(key)
         if compiled is None:
             rules = Rules.of_pair(
                 None if forward is None else forward.shape, None if backward is None else backward.shape
             )
             check(schedule.steps, rules)
-            program = compile_steps(schedule.steps, rules, [forward, backward])
+            lanes = {call: self._lane_of(call) for call in calls}
+            program = compile_steps(schedule.steps, rules, [forward, backward], lanes)
             compiled = self._compiled[key] = _Compiled(
                 program, fingerprint(f"pair\n{schedule}"), (schedule, forward, backward)
             )
         return compiled
 
+    def _lane_of(self, call: Call) -> int:
+        # On an accelerator the forward send runs on the communication stream, as Megatron-Core has it. Threads would
+        # race in the pipeline's process group there, so they make all calls from the compute lane.
+        return 1 if call is Call.POST_FORWARD and isinstance(self._streams, DeviceStreams) else 0
+
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Compiled:
-    """A program, with what it was compiled from, kept so that the ids that it is filed under stay theirs."""
+    """A program, with what it was compiled from, kept so that the ids that it is filed under stay theirs.
+
+    Attributes:
+        program, fingerprint: the program, and what tells it from that of another rank.
+        sources: the schedule and the chunks.
+        is_watched: whether a run of it has shown on which streams its collectives are issued.
+    """
 
     program: Program
     fingerprint: Tensor
     sources: tuple[object, ...]
+    is_watched: bool = False
 
 
-@final
-@dataclass(kw_only=True, slots=True)
-class _Performance:
-    """One run of a program: performs its steps and knows which are done."""
+def _check_drained(runs: Sequence[ChunkRun | None]) -> None:
+    """No weight gradient may be left to compute when a run ends."""
+    pending = [
+        f"microbatch {m}: {'; '.join(found)}"
+        for m, run in enumerate(runs)
+        if run is not None and (found := run.pending_wgrads())
+    ]
+    if pending:
+        raise NodeStateError(f"the run ended with weight gradients that no W step computed: {'. '.join(pending)}")
 
-    runs: Sequence[ChunkRun | None]
-    loss_grads: Sequence[Any] | None
-    pending: PendingCheck | None
-    generators: StepGenerators | None
-    before_step: StepCallback | None
-    after_step: StepCallback | None
-    completed: list[str]
 
-    def __init__(self, **fields: Any) -> None:
-        for name, value in fields.items():
-            setattr(self, name, value)
-        self.completed = []
+def _check_loss_grads(loss_grads: Sequence[Any] | None, batches: Sequence[Any]) -> None:
+    if loss_grads is not None and len(loss_grads) != len(batches):
+        raise ScheduleError(f"{len(loss_grads)} loss_grads for {len(batches)} batches; give one for each")
 
-    def perform(self, op: Op, stream: torch.Stream | None) -> None:
-        """Run one step; whatever it raises surfaces as StepError."""
-        try:
-            if self.pending is not None and op.lane == 1:
-                self.pending.wait()
-            if self.before_step is not None:
-                self.before_step(op.step)
-            if torch._C._autograd._profiler_enabled():
-                with torch.profiler.record_function(op.text):
-                    self._run(op, stream)
-            else:
-                self._run(op, stream)
-            if self.after_step is not None:
-                self.after_step(op.step)
-        except RankMismatchError:
-            raise
-        except Exception as error:
-            raise StepError(
-                f"{op.text} raised {type(error).__name__}: {error} (layer {op.step.layer}, microbatch "
-                f"{op.step.microbatch}; {len(self.completed)} steps had completed)",
-                step=op.text,
-                layer=op.step.layer,
-                microbatch=op.step.microbatch,
-                completed=self.completed,
-            ) from error
-        self.completed.append(op.text)
 
-    def _run(self, op: Op, stream: torch.Stream | None) -> None:
-        run = self.runs[op.run]
-        assert run is not None
-        if op.step.phase is Phase.F:
-            if self.generators is not None and run.plan.places[op.place].touches_rng:
-                self.generators.enter(op.step)
-            run.forward(op.place, stream)
-            if op.ends_forward:
-                run.end_forward()
-        elif op.step.phase is Phase.B:
-            if op.begins_backward:
-                run.begin_backward(None if self.loss_grads is None else self.loss_grads[op.run])
-            run.backward(op.place)
-            if op.ends_backward:
-                run.end_backward()
-        else:
-            raise NodeStateError(f"{op.text}: this chunk defers no weight gradients")
+def _groups_of(chunks: Iterable[ChunkPlan | None]) -> list[ProcessGroup]:
+    groups = [group for chunk in chunks if chunk is not None for group in chunk.exchange_groups()]
+    return list({id(group): group for group in groups}.values())
 
 
 def _make_streams(kind: StreamKind) -> Streams[Op]:
     if kind is StreamKind.INLINE:
         return InlineStreams()
+    if kind is StreamKind.RECORDING:
+        return RecordingStreams()
     if kind is StreamKind.THREADS:
         return ThreadStreams()
     if kind is StreamKind.CUDA or torch.accelerator.is_available():
@@ -321,6 +333,8 @@ def _make_streams(kind: StreamKind) -> Streams[Op]:
 def _timeline(program: Program, spans: Spans) -> Timeline:
     return Timeline(
         tuple(
-            Interval(op.step, LANES[op.lane], start, end) for op, (start, end) in zip(program.ops, spans, strict=True)
+            Interval(op.step, LANES[op.lane], start, end)
+            for op, (start, end) in zip(program.ops, spans, strict=True)
+            if op.step is not None
         )
     )

@@ -7,20 +7,27 @@ A slot's graph is its own: inputs are detached from the slot before, and backwar
                free the storage that inner shares with the previous outputs, on proof
     backward   run autograd from the outputs and from the handoffs written, with the gradients that arrived for them
                return the gradients of inner
+    weight_gradients    compute and deliver what that deferred
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from layernodes._megatron.shared_parameters import SharedGradients, Site, StandIns
+from layernodes._megatron.shared_parameters import SharedGradients, StandIns
 from layernodes.errors import NodeStateError
-from layernodes.release import release
+from layernodes.lane import Lane
+from layernodes.nodes import WgradHook
+from layernodes.release import release_inputs
+
+if TYPE_CHECKING:
+    from layernodes.plan.chunk_plan import ChunkPlace
 
 Values = tuple[Any, ...]
 """What passes between slots: mostly tensors; a slot may also return integers' tensors or None."""
@@ -35,11 +42,12 @@ class SlotRun:
     """The context of a node in our runner: one slot of one microbatch. Satisfies ``NodeContext``."""
 
     __slots__ = (
-        "_detached",
+        "_cuts",
         "_inputs",
-        "_originals",
         "_outputs",
+        "_place",
         "_stand_ins",
+        "bwd_dw_callables",
         "chunk_state",
         "is_first_layer",
         "is_last_layer",
@@ -48,66 +56,69 @@ class SlotRun:
     )
 
     def __init__(
-        self, layer_state: object, chunk_state: object, *, is_first_layer: bool, is_last_layer: bool, is_mtp: bool
+        self, place: ChunkPlace, layer_state: object, chunk_state: object, hook: WgradHook | None = None
     ) -> None:
         self.layer_state = layer_state
         self.chunk_state = chunk_state
-        self.is_first_layer = is_first_layer
-        self.is_last_layer = is_last_layer
-        self.is_mtp = is_mtp
+        self.is_first_layer = place.is_first_layer
+        self.is_last_layer = place.is_last_layer
+        self.is_mtp = place.is_mtp
+        self.bwd_dw_callables: tuple[WgradHook, ...] = () if hook is None else (hook,)
+        self._place = place
         self._inputs: Values = ()
         self._outputs: Values | None = None
-        self._originals: list[Tensor] = []
-        self._detached: list[Tensor] = []
+        self._cuts: list[tuple[Tensor, Tensor]] | None = None
         self._stand_ins: StandIns | None = None
 
     def detach(self, t: Tensor) -> Tensor:
         """Cut ``t`` from the graph; backward hands the gradient of what is returned to ``t``."""
         detached = t.detach()
         detached.requires_grad_(t.requires_grad)
-        self._originals.append(t)
-        self._detached.append(detached)
+        if self._cuts is None:
+            self._cuts = []
+        self._cuts.append((t, detached))
         return detached
 
-    def forward(
-        self,
-        run_node: Callable[..., Any],
-        previous: Values,
-        *,
-        frees_input: bool,
-        stream: torch.Stream | None,
-        sites: tuple[Site, ...],
-        shared: SharedGradients,
-    ) -> Values:
-        """Run the node on what the previous slot returned, and return what it returned.
+    def forward(self, previous: Values, lane: Lane | None, shared: SharedGradients) -> Values:
+        """Run the place's node on what the previous slot returned, and return what it returned.
 
         Args:
-            run_node: the node, called ``run_node(self, *inputs)``.
             previous: the previous slot's outputs.
-            frees_input: whether the node permits freeing its inputs.
-            stream: the accelerator stream that this slot runs on; None on a CPU.
-            sites: where the node's modules hold parameters that other nodes of the chunk use too.
-            shared: the microbatch's sums of gradients of such parameters.
+            lane: the lane that this slot runs on, where its memory needs to be told; None on a CPU.
+            shared: the microbatch's sums of gradients of parameters that several nodes use.
         """
-        inner = tuple(_leaf(t) if isinstance(t, Tensor) else t for t in previous)
+        place = self._place
+        run_node = place.node
+        assert run_node is not None
+        if lane is not None:
+            lane.uses(previous)
+        inner = (_leaf(previous[0]),) if len(previous) == 1 else tuple(map(_leaf, previous))
         self._inputs = inner
-        if sites and torch.is_grad_enabled():
-            with shared.standing_in(sites) as self._stand_ins:
-                returned = run_node(self, *inner)
+        sites = place.sites
+        if place.precision is not None or (sites and torch.is_grad_enabled()):
+            returned = self._run_in_contexts(run_node, inner, shared)
         else:
             returned = run_node(self, *inner)
         self._outputs = returned if isinstance(returned, tuple) else (returned,)
-        if frees_input:
-            for outer_tensor, inner_tensor in zip(previous, inner, strict=True):
-                if isinstance(outer_tensor, Tensor):
-                    release(outer_tensor, inner_tensor, stream)
+        if place.frees_input:
+            release_inputs(previous, inner, lane)
         return self._outputs
 
-    def backward(self, gradients: Values) -> Values:
+    def _run_in_contexts(self, run_node: Callable[..., Any], inner: Values, shared: SharedGradients) -> Any:
+        place = self._place
+        with ExitStack() as stack:
+            if place.precision is not None:
+                stack.enter_context(place.precision())
+            if place.sites and torch.is_grad_enabled():
+                self._stand_ins = stack.enter_context(shared.standing_in(place.sites))
+            return run_node(self, *inner)
+
+    def backward(self, gradients: Values, lane: Lane | None) -> Values:
         """Run autograd for this slot and return the gradients of its inputs, None where there is none.
 
         Args:
             gradients: of the slot's outputs, in their order; None for an output that nobody used.
+            lane: as in ``forward``.
         """
         outputs = self._outputs
         if outputs is None:
@@ -118,38 +129,65 @@ class SlotRun:
             if gradient is not None and isinstance(output, Tensor) and output.requires_grad:
                 roots.append(output)
                 root_gradients.append(gradient)
-        for original, detached in zip(self._originals, self._detached, strict=True):
-            if detached.grad is not None:
-                roots.append(original)
-                root_gradients.append(detached.grad)
+        if self._cuts is not None:
+            for original, detached in self._cuts:
+                if detached.grad is not None:
+                    roots.append(original)
+                    root_gradients.append(detached.grad)
+            del original, detached
+        if lane is not None:
+            lane.uses(root_gradients)
+            if self._stand_ins is not None:
+                lane.uses(self._stand_ins.totals())
         # Every reference of ours goes before autograd runs, so that it can free each buffer after its last use.
         inputs, stand_ins = self._inputs, self._stand_ins
         self.close()
         if roots:
-            Variable._execution_engine.run_backward(
-                tuple(roots),
-                tuple(root_gradients),
-                keep_graph=False,
-                create_graph=False,
-                inputs=(),
-                allow_unreachable=True,
-                accumulate_grad=True,
+            # keep_graph and create_graph off, no inputs: gradients accumulate in the leaves.
+            _run_backward(
+                tuple(roots), tuple(root_gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
         if stand_ins is not None:
-            stand_ins.collect()
-        return tuple(t.grad if isinstance(t, Tensor) else None for t in inputs)
+            deferred = self._place.deferred  # their gradients are still to come
+            stand_ins.collect(later=deferred)
+            self._stand_ins = stand_ins if deferred else None
+        return (_gradient_of(inputs[0]),) if len(inputs) == 1 else tuple(map(_gradient_of, inputs))
+
+    def weight_gradients(self) -> None:
+        """Compute and deliver what backward deferred."""
+        hooks, self.bwd_dw_callables = self.bwd_dw_callables, ()
+        if self._outputs is not None or not hooks:
+            raise NodeStateError("W of a slot before its B, or a second time; run it once, after its B")
+        for hook in hooks:
+            hook.backward_dw()
+        if self._stand_ins is not None:
+            self._stand_ins.collect()
+            self._stand_ins = None
+
+    @property
+    def owes_wgrads(self) -> bool:
+        """Whether backward has run and what it deferred is still to be computed."""
+        return self._outputs is None and bool(self.bwd_dw_callables)
 
     def close(self) -> None:
         """Forget everything; a second backward is an error."""
         self._inputs = ()
         self._outputs = None
-        self._originals = []
-        self._detached = []
+        self._cuts = None
         self._stand_ins = None
 
 
-def _leaf(tensor: Tensor) -> Tensor:
-    leaf = tensor.detach()
-    if tensor.requires_grad:
+_run_backward = Variable._execution_engine.run_backward
+
+
+def _leaf(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    leaf = value.detach()
+    if value.requires_grad:
         leaf.requires_grad_(True)
     return leaf
+
+
+def _gradient_of(value: Any) -> Tensor | None:
+    return value.grad if isinstance(value, Tensor) else None

@@ -7,7 +7,7 @@ import pytest
 from layernodes.errors import PlanError
 from layernodes.plan.shape import ChunkShape, LayerShape, SlotShape
 from layernodes.plan.step import Step
-from layernodes.slots import Slot, StreamType
+from layernodes.slots import ExtraSlot, Slot, StreamType
 
 
 def test_example_of_design() -> None:

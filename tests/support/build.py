@@ -127,8 +127,7 @@ def reset_globals(seed: int) -> None:
 
 
 def make_microbatches(cell: Cell) -> list[Microbatch]:
-    """The cell's microbatches; different on every data-parallel rank, equal on the ranks of one tensor-parallel
-    group."""
+    """The cell's microbatches: equal on the ranks of one tensor-parallel group, different on all others."""
     rank = parallel_state.get_data_parallel_rank()
     generator = torch.Generator().manual_seed(cell.seed * 1000 + rank)
     return [_microbatch(cell, index, generator) for index in range(cell.num_microbatches)]
@@ -235,5 +234,5 @@ def _break_symmetry(model: GPTModel, cell: Cell) -> None:
     if cell.idle_rank:
         for name, parameter in model.named_parameters():
             if "router.weight" in name:
-                # All logits are zero: top-k takes the first experts, so the last rank's get nothing.
+                # All logits are zero: of equal ones top-k takes the same expert for every token.
                 parameter.zero_()

@@ -70,10 +70,9 @@ def _run_order(
     except UnsupportedLayerError as error:
         return Verdict(name=cell.name, status="refused", detail=f"{order}: {_one_line(error)}")
     except Exception as error:
-        return Verdict(name=cell.name, status="crash", detail=f"{order}: {_one_line(error)}")
-    finally:
         # A plan that failed half way leaves cycles that hold its tensors.
         gc.collect()
+        return Verdict(name=cell.name, status="crash", detail=f"{order}: {_one_line(error)}")
     names = differing(expected, actual)
     if not names:
         return Verdict(name=cell.name, status="right")

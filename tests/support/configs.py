@@ -28,7 +28,7 @@ class Cell:
         late_config: fields set after the configuration was made, past its checks (which want bf16 and EP > 1).
         core_attention: Megatron's local one, or the suite's own, which also does MLA's head sizes and packed sequences.
         frozen: regular expressions of parameter names that do not require grad.
-        idle_rank: whether the router is set so that the last expert-parallel rank receives no token.
+        idle_rank: whether the router sends all tokens to one expert (with a top-k of 1), so a rank receives none.
         padding: whether the batch carries a padding mask. labels: whether the model returns a loss (else logits).
         packed: lengths of the sequences packed into one row; empty for none.
         tokens_per_sample: ``PackedSeqParams.tokens_per_sample``.
@@ -100,7 +100,9 @@ _DROP_PAD: Mapping[str, Any] = {
 _BIAS: Mapping[str, Any] = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 _DROPOUT: Mapping[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 _GROUPED: Mapping[str, Any] = {"moe_grouped_gemm": True}
+_TOP1: Mapping[str, Any] = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 _OVERLAP: Mapping[str, Any] = {"overlap_moe_expert_parallel_comm": True}
+_DELAY: Mapping[str, Any] = {**_OVERLAP, "delay_wgrad_compute": True}
 _BF16: Mapping[str, Any] = {"bf16": True, "params_dtype": "bfloat16"}
 
 
@@ -134,9 +136,9 @@ def _dense_cells() -> Iterator[Cell]:
 def _moe_cells() -> Iterator[Cell]:
     """Cells that make sense for every dispatcher and every expert-parallel size."""
     yield _cell("moe")
-    yield _cell("experts1", local_experts=1, config={"moe_router_topk": 1, "moe_router_pre_softmax": True})
+    yield _cell("experts1", local_experts=1, config=_TOP1)
     yield _cell("experts4", local_experts=4, config={"moe_router_topk": 4})
-    yield _cell("topk1", config={"moe_router_topk": 1, "moe_router_pre_softmax": True})
+    yield _cell("topk1", config=_TOP1)
     yield _cell("topk3", local_experts=4, config={"moe_router_topk": 3})
     yield _cell("shared", config=_SHARED)
     yield _cell("shared-gate", config={**_SHARED, "moe_shared_expert_gate": True})
@@ -160,7 +162,7 @@ def _feature_cells() -> Iterator[Cell]:
         num_microbatches=2,
         orders=("paired",),
         local_experts=1,
-        config={"moe_router_topk": 1, "moe_router_pre_softmax": True},
+        config=_TOP1,
     )
     yield _cell("paired-shared", num_microbatches=2, orders=("paired",), config=_SHARED)
     yield _cell("paired-recompute", num_microbatches=2, orders=("paired",), config=_recompute("layernorm", "moe_act"))
@@ -195,7 +197,7 @@ def _feature_cells() -> Iterator[Cell]:
     yield _cell("force-balance", config={"moe_router_force_load_balancing": True})
     yield _cell(
         "weight-on-input",
-        config={"moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+        config={"moe_apply_probs_on_input": True, **_TOP1},
     )
     yield _cell("padding", padding=True)
     yield _cell("linear-bias", config={**_GROUPED, "add_bias_linear": True})
@@ -283,15 +285,11 @@ def _feature_cells() -> Iterator[Cell]:
     yield _cell("mlp-chunks", layers="DM", config={"mlp_chunks_for_training": 2})
     yield _cell("batch1-seq1", batch=1, seq=1)
     yield _cell("early-attention-release", late_config={**_OVERLAP, "ep_overlap_early_attn_memory_release": True})
-    yield _cell("delay-wgrad", late_config={**_OVERLAP, "delay_wgrad_compute": True})
-    yield _cell(
-        "delay-wgrad-mixed", layers="DMD", config=_SHARED, late_config={**_OVERLAP, "delay_wgrad_compute": True}
-    )
+    yield _cell("delay-wgrad", late_config=_DELAY)
+    yield _cell("delay-wgrad-mixed", layers="DMD", config=_SHARED, late_config=_DELAY)
     yield _cell("grouped", config=_GROUPED)
     yield _cell("grouped-swiglu", config={**_GROUPED, "gated_linear_unit": True, "activation_func": "silu"})
-    yield _cell(
-        "grouped-experts1", local_experts=1, config={**_GROUPED, "moe_router_topk": 1, "moe_router_pre_softmax": True}
-    )
+    yield _cell("grouped-experts1", local_experts=1, config={**_GROUPED, **_TOP1})
     yield _cell(
         "heterogeneous-everything",
         layers="DMMD",
@@ -343,7 +341,7 @@ def _flex_cells() -> Iterator[Cell]:
         yield _cell(
             f"{backend}-experts1",
             local_experts=1,
-            config={**base, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+            config={**base, **_TOP1},
         )
         yield _cell(f"{backend}-experts4-topk3", local_experts=4, config={**base, "moe_router_topk": 3})
         yield _cell(f"{backend}-shared-aux", config={**base, **_SHARED, **_AUX})
@@ -408,17 +406,15 @@ def _all_cells() -> Iterator[Cell]:
     # DeepEP refuses a group of one rank.
     yield from (cell for cell in _expand(_flex_cells()) if cell.ep > 1 or not cell.name.startswith("deepep"))
     yield from _tensor_parallel_cells()
-    yield _cell("idle-rank", ep=2, idle_rank=True, config={"moe_router_topk": 1, "moe_router_pre_softmax": True})
+    yield _cell("idle-rank", ep=2, idle_rank=True, config=_TOP1)
     yield _cell(
         "idle-rank-allgather",
         ep=2,
         idle_rank=True,
-        config={"moe_token_dispatcher_type": "allgather", "moe_router_topk": 1, "moe_router_pre_softmax": True},
+        config={"moe_token_dispatcher_type": "allgather", **_TOP1},
     )
-    yield _cell("idle-rank-deepep", ep=2, idle_rank=True, config=_flex(moe_router_topk=1, moe_router_pre_softmax=True))
-    yield _cell(
-        "idle-rank-mtp", ep=2, mtp=1, idle_rank=True, config={"moe_router_topk": 1, "moe_router_pre_softmax": True}
-    )
+    yield _cell("idle-rank-deepep", ep=2, idle_rank=True, config=_flex(**_TOP1))
+    yield _cell("idle-rank-mtp", ep=2, mtp=1, idle_rank=True, config=_TOP1)
 
 
 CELLS: tuple[Cell, ...] = tuple(_all_cells())

@@ -17,16 +17,15 @@ from tests.support.world import LAYERNODES, MEGATRON, run_cells
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the selected cells and print each verdict and the totals; exit code 1 if any is wrong, rounding or
-    crashed."""
+    """Run the selected cells, print verdicts and totals; exit code 1 if any is wrong, rounding or crashed."""
     options = _parse(arguments)
     cells = [cell for cell in CELLS if _selected(cell, options)]
-    print(f"{len(cells)} of {len(CELLS)} cells", flush=True)
+    _say(f"{len(cells)} of {len(CELLS)} cells")
     verdicts = run_cells(
-        cells, MEGATRON if options.own else LAYERNODES, hooks=options.hooks, cell_timeout=options.timeout, report=_print
+        cells, MEGATRON if options.own else LAYERNODES, hooks=options.hooks, cell_timeout=options.timeout, report=_show
     )
     totals = Counter(verdict.status for verdict in verdicts.values())
-    print(", ".join(f"{count} {status}" for status, count in totals.most_common()))
+    _say(", ".join(f"{count} {status}" for status, count in totals.most_common()))
     if options.json:
         options.json.write_text(json.dumps([asdict(verdict) for verdict in verdicts.values()], indent=1))
     return int(any(totals[status] for status in ("wrong", "rounding", "crash")))
@@ -47,9 +46,14 @@ def _selected(cell: Cell, options: argparse.Namespace) -> bool:
     return bool(re.search(options.pattern, cell.name)) and options.ep in (None, cell.ep)
 
 
-def _print(verdict: Verdict) -> None:
+def _show(verdict: Verdict) -> None:
     names = ", ".join(verdict.differing[:3]) + (" ..." if len(verdict.differing) > 3 else "")
-    print(f"{verdict.status:10} {verdict.name:40} {verdict.detail} {names}".rstrip(), flush=True)
+    _say(f"{verdict.status:10} {verdict.name:40} {verdict.detail} {names}".rstrip())
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

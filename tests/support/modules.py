@@ -1,9 +1,9 @@
-"""What Megatron's local layer specs lack on a CPU: norms under sequence parallel, attention for MLA and THD, grouped
-experts."""
+"""What Megatron's local specs lack on a CPU: norms under sequence parallel, MLA and THD attention, grouped experts."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -31,13 +31,13 @@ def sequence_parallel_norm(config: Any, hidden_size: int, eps: float = 1e-5, **_
 
 
 class OwnAttention(MegatronModule):
-    """Causal attention in plain torch with any head sizes, over ``[s, b, heads, size]`` or packed ``[t, heads,
-    size]``."""
+    """Causal attention in plain torch, any head sizes, over ``[s, b, heads, size]`` or packed ``[t, heads, size]``."""
 
     def __init__(
         self,
         config: Any,
         layer_number: int,
+        *,
         attn_mask_type: Any,
         attention_type: str,
         attention_dropout: float | None = None,
@@ -57,6 +57,7 @@ class OwnAttention(MegatronModule):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
+        *,
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
@@ -67,7 +68,7 @@ class OwnAttention(MegatronModule):
         bounds = packed_seq_params.cu_seqlens_q.tolist()
         parts = [
             self._attend(query[a:b, None], key[a:b, None], value[a:b, None])[:, 0]
-            for a, b in zip(bounds[:-1], bounds[1:], strict=True)
+            for a, b in itertools.pairwise(bounds)
         ]
         return torch.cat(parts)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -151,7 +153,9 @@ class _WorkerGroup:
             while not (lines := [_read(folder, rank, cell.name) for rank in range(self._world_size)]) or None in lines:
                 failed = [rank for rank, worker in enumerate(workers) if worker.poll() is not None]
                 if failed and None in [_read(folder, rank, cell.name) for rank in failed]:
-                    yield _crash(cell, f"worker {failed[0]} exited: {_tail(folder, failed[0])}")
+                    yield _crash(
+                        cell, f"worker {failed[0]} exited with {workers[failed[0]].poll()}: {_tail(folder, failed[0])}"
+                    )
                     return
                 if time.monotonic() > deadline:
                     silent = [rank for rank, line in enumerate(lines) if line is None]
@@ -168,7 +172,8 @@ def _crash(cell: Cell, detail: str) -> Verdict:
 
 def _tail(folder: Path, rank: int) -> str:
     lines = (folder / f"log{rank}").read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "no output"
+    errors = [line for line in lines if "Error" in line or "what():" in line or "Fatal" in line]
+    return (errors or lines or ["no output"])[-1][:300]
 
 
 def _read(folder: Path, rank: int, name: str) -> Verdict | None:
@@ -192,6 +197,8 @@ def _work(rank: int, world_size: int, folder: Path) -> None:
 
     cells, context, hooks = pickle.loads((folder / "work.pickle").read_bytes())
     factory = load_context(context)
+    faulthandler.enable()  # a plan that frees too early can end in a segmentation fault
+    gc.freeze()  # a collection after each crash would walk all of torch's and Megatron's classes
     with cpu_host(), process_group(rank, world_size, folder / "store"):
         for cell in cells:
             use_layout(cell)

@@ -1,0 +1,31 @@
+# Each target makes .venv where it is missing (scripts/bootstrap.sh) and then runs one command in it.
+
+BIN := .venv/bin
+
+.PHONY: help demo test full soak lint
+
+help:  ## Show the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+demo:  ## A real MoE model through the nodes, compared with the plain one
+	@sh scripts/bootstrap.sh test
+	$(BIN)/layernodes demo
+
+test:  ## The test suite
+	@sh scripts/bootstrap.sh test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+full:  ## The test suite with the whole matrix, long property runs and time bars
+	@sh scripts/bootstrap.sh test
+	OMP_NUM_THREADS=1 LAYERNODES_FULL=1 $(BIN)/python -m pytest -m ""
+
+soak:  ## 10,000 random schedules of random configurations, then the whole matrix of configurations
+	@sh scripts/bootstrap.sh test
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.support.soak
+	$(BIN)/python -W ignore -m tests.support.matrix
+
+lint:  ## ruff and mypy
+	@sh scripts/bootstrap.sh dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict

@@ -1,0 +1,199 @@
+"""Host overhead of a slot: ours and Megatron-Core's own plan, over the floor, with trivial slot functions.
+
+One slot's forward and backward, per microbatch, everything that is built for the microbatch included:
+
+    floor      detach the input, run the operation, call autograd's engine once
+    megatron   build a chunk's layer plans (``TransformerLayerSchedulePlan``), run them forward, then backward
+    ours       open a chunk run and run a serial schedule, on inline streams and on threads
+
+The four alternate in one process; figures are medians over the repetitions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
+from megatron.core.pipeline_parallel.utils import get_comm_stream, get_comp_stream, set_streams
+from torch import Tensor
+from torch.autograd import Variable
+
+from layernodes import ChunkPlan, LayerPlan, Runner, ScheduleNode, Slot, StreamType, schedules
+from layernodes.demo.model import build_model
+from layernodes.demo.settings import DemoSettings
+from layernodes.demo.world import demo_world
+
+NUM_SLOTS = 4
+
+
+class _Base(ScheduleNode):
+    slot = Slot.MLP
+    stream = StreamType.COMPUTE
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        pass
+
+    def forward(self, ctx: Any, *inputs: Tensor) -> Tensor:
+        return inputs[0] * 2.0
+
+    def touches_rng(self) -> bool:
+        return False
+
+    def frees_input(self) -> bool:
+        return True
+
+
+class PreDispatch(_Base):
+    slot = Slot.PRE_DISPATCH_COMPUTATION
+
+    def frees_input(self) -> bool:
+        return False
+
+
+class Dispatch(_Base):
+    slot = Slot.MOE_DISPATCH
+    stream = StreamType.COMM
+
+
+class Combine(_Base):
+    slot = Slot.MOE_COMBINE
+    stream = StreamType.COMM
+
+
+NODES = {
+    Slot.PRE_DISPATCH_COMPUTATION: PreDispatch,
+    Slot.MOE_DISPATCH: Dispatch,
+    Slot.MLP: _Base,
+    Slot.MOE_COMBINE: Combine,
+}
+
+
+def floor(x: Tensor, gradient: Tensor, num_layers: int) -> Callable[[], None]:
+    """The least that a slot's forward and backward take."""
+
+    def run() -> None:
+        value: Tensor = x
+        pairs = []
+        for _ in range(num_layers * NUM_SLOTS):
+            leaf = value.detach()
+            leaf.requires_grad_(True)
+            value = leaf * 2.0
+            pairs.append((leaf, value))
+        current = gradient
+        for leaf, output in reversed(pairs):
+            Variable._execution_engine.run_backward(
+                (output,), (current,), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+            current = leaf.grad
+
+    return run
+
+
+def megatron(x: Tensor, gradient: Tensor, layer: Any, num_layers: int) -> Callable[[], None]:
+    """Megatron-Core's own plan of a real MoE layer, built for each microbatch; then its slots do the same trivial
+    work."""
+    set_streams()
+    state = SimpleNamespace()
+
+    def trivial(node: Any, hidden: Tensor) -> Tensor:
+        return hidden * 2.0
+
+    def run() -> None:
+        event = torch.cuda.Event()
+        plans = [
+            TransformerLayerSchedulePlan(
+                layer,
+                event,
+                state,
+                get_comp_stream,
+                get_comm_stream,
+                {"is_first_layer": i == 0, "is_last_layer": i == num_layers - 1},
+            )
+            for i in range(num_layers)
+        ]
+        value: Tensor = x
+        for plan in plans:
+            for node in (plan.pre_dispatch_computation, plan.moe_dispatch, plan.mlp, plan.moe_combine):
+                node.submodule = trivial
+                value = node.forward(value)
+        current = gradient
+        for plan in reversed(plans):
+            for node in (plan.moe_combine, plan.mlp, plan.moe_dispatch, plan.pre_dispatch_computation):
+                current = node.backward(current)
+            plan.release_state()
+
+    return run
+
+
+def ours(x: Tensor, gradient: Tensor, num_layers: int, streams: str) -> tuple[Callable[[], None], Runner]:
+    """Our runner over trivial nodes."""
+    chunk = ChunkPlan.of([LayerPlan.build(torch.nn.Identity(), nodes=dict(NODES)) for _ in range(num_layers)])
+    schedule = schedules.serial(chunk.shape, 1)
+    runner = Runner(streams)
+    return lambda: (runner.run(schedule, chunk, [x], [gradient]), None)[1], runner
+
+
+def measure(layer: Any, num_layers: int, repetitions: int) -> dict[str, Any]:
+    """Microseconds a slot, median and spread, of each."""
+    x = torch.randn(4, 4, requires_grad=True)
+    gradient = torch.ones(4, 4)
+    inline, inline_runner = ours(x, gradient, num_layers, "inline")
+    threads, threads_runner = ours(x, gradient, num_layers, "threads")
+    runs = {
+        "floor": floor(x, gradient, num_layers),
+        "megatron": megatron(x, gradient, layer, num_layers),
+        "ours, inline": inline,
+        "ours, threads": threads,
+    }
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for repetition in range(repetitions + 3):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if repetition >= 3:
+                times[name].append((time.perf_counter() - start) / (num_layers * NUM_SLOTS) * 1e6)
+    inline_runner.close()
+    threads_runner.close()
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    base = medians["floor"]
+    return {
+        "layers": num_layers,
+        "repetitions": repetitions,
+        "microseconds_per_slot": medians,
+        "spread": {name: (min(v), max(v)) for name, v in times.items()},
+        "over_floor": {name: value - base for name, value in medians.items() if name != "floor"},
+        "share_of_megatron": (medians["ours, inline"] - base) / (medians["megatron"] - base),
+    }
+
+
+def main() -> int:
+    """Print the table; with ``--json`` one document."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--repetitions", type=int, default=200)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with demo_world() as world:
+        model = build_model(DemoSettings(layers=1), num_ranks=1, device=world.device)
+        found = measure(model.decoder.layers[0], options.layers, options.repetitions)
+    if options.json:
+        print(json.dumps(found, indent=1))
+        return 0
+    print(f"{'':16}{'us / slot':>12}{'over floor':>12}{'min .. max':>24}")
+    for name, median in found["microseconds_per_slot"].items():
+        low, high = found["spread"][name]
+        print(f"{name:16}{median:12.1f}{found['over_floor'].get(name, 0.0):12.1f}{low:12.1f} .. {high:9.1f}")
+    print(f"ours over Megatron-Core's overhead: {found['share_of_megatron']:.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

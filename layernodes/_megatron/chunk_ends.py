@@ -1,0 +1,81 @@
+"""What a ``GPTModel`` chunk does before its first layer and after its last.
+
+Mirrors ``GPTModel._preprocess`` and ``_postprocess`` as ``GPTModel.forward`` of megatron-core 0.19 calls them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from layernodes._megatron.decoder import begin_decoder, end_decoder
+
+
+def pre_process(model: Any, state: Any, hidden: Tensor | None) -> Tensor:
+    """Embed, or take the previous part's hidden states; leave rotary inputs and masks on the state.
+
+    Args:
+        model: the ``GPTModel`` chunk.
+        state: the microbatch's chunk state.
+        hidden: ``[s, b, h]`` from the previous part, or given in place of an embedding; None to embed.
+
+    Returns:
+        ``[s, b, h]``, for the first layer.
+    """
+    if hidden is not None:
+        state.decoder_input = hidden
+    received = model.decoder.input_tensor
+    if not model.pre_process:
+        model.set_input_tensor(hidden)  # rotary embeddings read their length off it
+    (
+        decoder_input,
+        state.rotary_pos_emb,
+        state.rotary_pos_cos,
+        state.rotary_pos_sin,
+        state.sequence_len_offset,
+        state.padding_mask,
+    ) = model._preprocess(
+        input_ids=state.input_ids,
+        position_ids=state.position_ids,
+        decoder_input=state.decoder_input,
+        packed_seq_params=state.packed_seq_params,
+        padding_mask=state.padding_mask,
+    )
+    model.set_input_tensor(received)
+    # For an output processor only; a graph from here to the chunk's tail would bypass the layers' slots.
+    state.decoder_input = decoder_input.detach() if state.output_processor is not None else None
+    output: Tensor = decoder_input
+    if len(model.decoder.layers) == 0:
+        output = begin_decoder(state, output)
+        if getattr(model, "mtp", None) is None:
+            output = end_decoder(state, output)
+    return output
+
+
+def post_process(model: Any, state: Any, hidden: Tensor) -> Tensor:
+    """Logits ``[b, s, vocab]``, or the loss of each token ``[b, s]`` where labels are given.
+
+    The model's MTP block is not run: its layers have slots of their own.
+    """
+    output: Tensor = model._postprocess(
+        hidden_states=hidden,
+        input_ids=state.input_ids,
+        position_ids=state.position_ids,
+        labels=state.labels,
+        decoder_input=state.decoder_input,
+        rotary_pos_emb=state.rotary_pos_emb,
+        rotary_pos_cos=state.rotary_pos_cos,
+        rotary_pos_sin=state.rotary_pos_sin,
+        mtp_in_postprocess=False,
+        loss_mask=state.loss_mask,
+        attention_mask=state.attention_mask,
+        padding_mask=state.padding_mask,
+        packed_seq_params=state.packed_seq_params,
+        sequence_len_offset=state.sequence_len_offset,
+        runtime_gather_output=state.runtime_gather_output,
+        extra_block_kwargs=state.extra_block_kwargs,
+        output_processor=state.output_processor,
+        output_processor_context=state.output_processor_context,
+    )
+    return output

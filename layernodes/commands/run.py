@@ -1,0 +1,140 @@
+"""``layernodes run``: a real model under a schedule of the user's choice, compared with the plain model."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Final
+
+from pydantic import BaseModel, ConfigDict
+
+from layernodes.command import Command, UsageError, Write
+from layernodes.demo.command import add_model_arguments, settings_of
+from layernodes.demo.compare import run_plain
+from layernodes.demo.data import make_microbatches, read_text
+from layernodes.demo.model import build_model
+from layernodes.demo.report import Verdict, render_verdict
+from layernodes.demo.run import agree
+from layernodes.demo.runner_pass import run_schedule
+from layernodes.demo.settings import DemoSettings, check_settings
+from layernodes.demo.world import World, demo_world, num_launched_ranks
+from layernodes.plan import schedules
+from layernodes.plan.chunk_plan import ChunkPlan
+from layernodes.plan.layer_plan import WgradMode
+from layernodes.plan.runner import Runner, StreamKind
+from layernodes.plan.schedule import Schedule
+from layernodes.plan.shape import ChunkShape
+from layernodes.plan.wgrad import WgradPlace
+
+
+class RunReport(BaseModel):
+    """What ``layernodes run --json`` prints.
+
+    Attributes:
+        schedule: its name or file. steps: how many it has. shape: the model's, in words.
+        streams, wgrad: what it ran with.
+        makespan: seconds from the first step's start to the last one's end, on rank 0.
+        seconds_plain, seconds_run: wall time of each pass, on rank 0.
+        verdict: whether everything was bit for bit equal, on every rank.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    schedule: str
+    steps: int
+    shape: str
+    streams: str
+    wgrad: str
+    makespan: float
+    seconds_plain: float
+    seconds_run: float
+    verdict: Verdict
+
+
+def load_schedule(
+    name: str, shape: ChunkShape, num_microbatches: int, place: WgradPlace = WgradPlace.AFTER_B
+) -> Schedule:
+    """A built-in schedule by its name, or one from a file.
+
+    Raises:
+        UsageError: no built-in and no file has this name.
+        ScheduleError: the file holds no schedule.
+    """
+    if name in schedules.BUILT_IN:
+        schedule = schedules.BUILT_IN[name](shape, num_microbatches)
+        return schedules.deferred(schedule, shape, place) if any(shape.wgrad_slots) else schedule
+    if not Path(name).is_file():
+        raise UsageError(
+            f"--schedule is {name!r}, which is no built-in schedule ({', '.join(schedules.BUILT_IN)}) and no file"
+        )
+    return Schedule.load(name)
+
+
+def _add_arguments(parser: ArgumentParser) -> None:
+    add_model_arguments(parser)
+    names = ", ".join(schedules.BUILT_IN)
+    parser.add_argument(
+        "--schedule", default="combined_1f1b", metavar="NAME|FILE", help=f"{names}, or a .txt/.json file"
+    )
+    kinds = [str(kind) for kind in StreamKind]
+    parser.add_argument("--streams", choices=kinds, default="auto", help="what the two streams are (default: auto)")
+    modes = [str(mode) for mode in WgradMode]
+    parser.add_argument("--wgrad", choices=modes, default="off", help="defer weight gradients (default: off)")
+    places = [str(place) for place in WgradPlace]
+    parser.add_argument("--wgrad-place", choices=places, default="next_comm", help="where a built-in puts its W steps")
+    parser.add_argument("--split-combine", action="store_true", help="give what follows combine a slot of its own")
+
+
+def _run(options: Namespace, write: Write) -> int:
+    settings = settings_of(options)
+    check_settings(settings, num_ranks=num_launched_ranks())
+    text = read_text(settings.text)
+    with demo_world() as world:
+        report = _report(options, settings, text.content, world)
+        if world.rank == 0:
+            write(report.model_dump_json(indent=2) if options.json else _render(report))
+        world.wait_for_all()
+    return 0 if report.verdict.equal else 1
+
+
+def _report(options: Namespace, settings: DemoSettings, content: bytes, world: World) -> RunReport:
+    model = build_model(settings, num_ranks=world.num_ranks, device=world.device)
+    microbatches = make_microbatches(
+        content, settings.microbatches, rank=world.rank, num_ranks=world.num_ranks, device=world.device
+    )
+    chunk = ChunkPlan.build(model, split_combine=options.split_combine, wgrad=options.wgrad)
+    schedule = load_schedule(options.schedule, chunk.shape, settings.microbatches, WgradPlace(options.wgrad_place))
+    plain = run_plain(model, microbatches, settings.seed, lambda _: None)
+    with Runner(options.streams) as runner:
+        ours, result = run_schedule(model, microbatches, settings.seed, chunk, schedule, runner)
+    return RunReport(
+        schedule=options.schedule,
+        steps=len(schedule),
+        shape=str(chunk.shape),
+        streams=options.streams,
+        wgrad=options.wgrad,
+        makespan=result.timeline.makespan,
+        seconds_plain=plain.seconds,
+        seconds_run=ours.seconds,
+        verdict=agree(plain, ours, world),
+    )
+
+
+def _render(report: RunReport) -> str:
+    lines = [
+        f"schedule  {report.schedule}, {report.steps} steps",
+        f"chunk     {report.shape}",
+        f"streams   {report.streams}, weight gradients deferred: {report.wgrad}",
+        f"time      plain {report.seconds_plain:.3f} s, scheduled {report.seconds_run:.3f} s",
+        "",
+        *render_verdict(report.verdict, num_ranks=num_launched_ranks()),
+    ]
+    return "\n".join(lines)
+
+
+RUN: Final = Command(
+    name="run",
+    summary="run a Megatron-Core MoE model under a schedule and compare it with the plain model bit for bit",
+    add_arguments=_add_arguments,
+    run=_run,
+)

@@ -1,0 +1,362 @@
+"""Proves, without a device, that a schedule's two streams are ordered and that no storage is reused too early.
+
+``RecordingStreams`` run the steps one after the other in the schedule's order, and pretend that they run on two streams
+with nothing between them but the program's waits. Every operation that torch dispatches inside a step is seen with the
+storages that it reads, writes and makes::
+
+    clock of a step      its own lane up to itself, joined with the clock of the step it waits for (a vector clock)
+    order                a storage written by a step may be read or written on the other lane only by a step whose
+                         clock has it, and a storage read there may be written only so
+    released             a storage that a step gave back is filled with a pattern, and nobody touches it any more
+    reuse                a storage that is freed goes, as by a caching allocator, to the next step of the lane that it
+                         was allocated on: whoever used it on the other lane is in that step's clock, or has told the
+                         allocator (``Lane.uses``)
+    undeclared           a step reads what another step made only if it was handed it: as an input, a gradient, a
+                         declared handoff, or through the chunk state
+    collectives          those of one process group are issued on one lane
+
+The first violation ends the run with ``StreamOrderError``, which names both steps and the tensor. Values are those of
+the inline streams, bit for bit.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from layernodes.errors import StreamOrderError
+from layernodes.lane import Lane, tensors_in
+from layernodes.plan.collectives import group_of
+from layernodes.plan.program import LANES, Op
+from layernodes.slots import Phase, StreamType
+from layernodes.streams import NO_WAIT, Spans
+
+_POISON: Final = 0xFF  # NaN in every floating-point type
+
+
+class RecordKind(StrEnum):
+    """What a record tells of."""
+
+    LAUNCH = "launch"
+    WAIT = "wait"
+    READ = "read"
+    WRITE = "write"
+    RELEASE = "release"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One thing that a step did.
+
+    Attributes:
+        kind: what.
+        step: text of the step.
+        stream: the stream it runs on.
+        subject: the tensor read, written or released; the step waited for; empty for a launch.
+        storage: number of the tensor's storage, from 0 in order of first use; None for launches and waits.
+    """
+
+    kind: RecordKind
+    step: str
+    stream: StreamType
+    subject: str = ""
+    storage: int | None = None
+
+
+@final
+class RecordingStreams:
+    """Streams of a ``Runner`` that run in order, record everything and check it.
+
+    Attributes:
+        records: what the last run did, in order.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def run(self, tasks: Sequence[Op], perform: Callable[[Op, Lane | None], None]) -> Spans:
+        """See ``Streams.run``.
+
+        Raises:
+            StreamOrderError: two steps are not ordered, or a storage is used wrongly; nothing after that has run.
+        """
+        self.records = []
+        recorder = _Recorder(self.records)
+        clocks = ([0, 0], [0, 0])
+        marks: tuple[list[_Mark], list[_Mark]] = ([], [])
+        spans: Spans = []
+        clock = time.perf_counter
+        start = clock()
+        for op in tasks:
+            mine, other = clocks[op.lane], 1 - op.lane
+            self.records.append(Record(RecordKind.LAUNCH, op.text, LANES[op.lane]))
+            if op.waits_for != NO_WAIT:
+                awaited = marks[other][op.waits_for]
+                mine[0], mine[1] = (max(a, b) for a, b in zip(mine, awaited.clock, strict=True))
+                self.records.append(Record(RecordKind.WAIT, op.text, LANES[op.lane], awaited.op.text))
+            mine[op.lane] = op.index + 1
+            mark = _Mark(op, (mine[0], mine[1]))
+            marks[op.lane].append(mark)
+            began = clock()
+            recorder.begin(mark)
+            with recorder:
+                perform(op, recorder)
+            recorder.end()
+            spans.append((began - start, clock() - start))
+        return spans
+
+
+class _Mark(NamedTuple):
+    """A step, and how far each lane had come before it could start (itself included)."""
+
+    op: Op
+    clock: tuple[int, int]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The slot of one microbatch that the step belongs to."""
+        return self.op.run, self.op.place
+
+    def comes_after(self, earlier: _Mark) -> bool:
+        """Whether this step cannot start before ``earlier`` is done."""
+        return self.clock[earlier.op.lane] > earlier.op.index
+
+    def may_read(self, maker: _Mark, declared: set[tuple[int, int]]) -> bool:
+        """Whether this step has been handed what ``maker`` made, or made it itself.
+
+        What one backward recomputes for another of its layer goes through autograd's own graph.
+        """
+        if maker.key == self.key or self.key in declared:
+            return True
+        mine, other = self.op.step, maker.op.step
+        if mine is None or other is None:
+            return True  # a trainer's call reads what its passes made
+        same_layer = (mine.microbatch, mine.layer) == (other.microbatch, other.layer)
+        return same_layer and mine.phase is not Phase.F and other.phase is not Phase.F
+
+
+class _Storage:
+    """What is known of one storage."""
+
+    __slots__ = ("declared", "maker", "name", "number", "readers", "ref", "released_by", "used_on", "writer")
+
+    def __init__(self, number: int, tensor: Tensor, maker: _Mark | None, made_by: str) -> None:
+        self.number = number
+        self.ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self.name = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} {made_by}"
+        self.maker = maker
+        self.writer = maker
+        self.readers: list[_Mark | None] = [None, None]
+        self.used_on: set[int] = set()
+        self.declared: set[tuple[int, int]] = set()
+        self.released_by: _Mark | None = None
+
+
+@final
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation of the current step; is its lane, too."""
+
+    def __init__(self, records: list[Record]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._records = records
+        self._storages: dict[int, _Storage] = {}
+        self._count = 0
+        self._now: _Mark | None = None
+        self._paused = False
+        self._freed: tuple[list[_Storage], list[_Storage]] = ([], [])
+        self._parameters: dict[int, weakref.ref[Parameter]] = {}
+        self._groups: dict[str, _Mark] = {}
+
+    def begin(self, mark: _Mark) -> None:
+        """The step ``mark`` starts; storages freed before are handed out to it."""
+        self._now = mark
+        self._hand_out()
+
+    def end(self) -> None:
+        """The step is over: see what it freed, and which gradients of parameters it made."""
+        mark = self._mark()
+        if mark.op.step is not None and mark.op.step.phase is not Phase.F:
+            for parameter in [reference() for reference in self._parameters.values()]:
+                for gradient in (getattr(parameter, "grad", None), getattr(parameter, "main_grad", None)):
+                    storage = None if gradient is None else self._known(gradient)
+                    if storage is not None:
+                        storage.maker = None  # it outlives the step, and hooks may read it
+        for key, storage in list(self._storages.items()):
+            if storage.ref.expired():  # type: ignore[no-untyped-call]
+                del self._storages[key]
+                if storage.maker is not None and storage.released_by is None:
+                    self._freed[storage.maker.op.lane].append(storage)
+        self._hand_out()
+
+    def uses(self, value: object) -> None:
+        """See ``Lane.uses``."""
+        for tensor in tensors_in(value):
+            storage = self._known(tensor)
+            if storage is not None:
+                storage.declared.add(self._mark().key)
+                storage.used_on.add(self._mark().op.lane)
+
+    def may_use(self, value: object) -> None:
+        """See ``Lane.may_use``."""
+        for tensor in tensors_in(value):
+            storage = self._known(tensor)
+            if storage is not None:
+                storage.declared.add(self._mark().key)
+
+    def releases(self, tensor: Tensor) -> None:
+        """See ``Lane.releases``; the storage is poisoned, and handed out again only in thought."""
+        self.uses(tensor)
+        storage = self._known(tensor) or self._add(tensor, None, "from outside")
+        self._access(storage, tensor, writes=True, kind=RecordKind.RELEASE)
+        storage.released_by = self._mark()
+        if storage.maker is not None:
+            self._freed[storage.maker.op.lane].append(storage)
+        self._paused = True
+        try:
+            tensor.untyped_storage().fill_(_POISON)  # type: ignore[attr-defined]
+        finally:
+            self._paused = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Check what the operation reads and writes, run it, and note what it makes."""
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        written: set[_Storage] = set()
+        for tensor, writes in sorted(_arguments(func, args, kwargs), key=lambda found: not found[1]):
+            storage = self._known(tensor) or self._add(tensor, None, "from outside")
+            if isinstance(tensor, Parameter):
+                self._parameters[id(tensor)] = weakref.ref(tensor)
+            if writes:
+                written.add(storage)
+            if not func.is_view and (writes or storage not in written):  # t[i] += x ends with a copy of t to itself
+                self._access(storage, tensor, writes=writes)
+        if func.namespace == "c10d":
+            self._check_group(func, args)
+        result = func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            if _has_storage(tensor) and self._known(tensor) is None:
+                self._add(tensor, self._mark(), f"made by {self._mark().op.text} ({func})")
+        return result
+
+    def _mark(self) -> _Mark:
+        assert self._now is not None
+        return self._now
+
+    def _known(self, tensor: Tensor) -> _Storage | None:
+        return self._storages.get(tensor.untyped_storage()._cdata) if _has_storage(tensor) else None
+
+    def _add(self, tensor: Tensor, maker: _Mark | None, made_by: str) -> _Storage:
+        storage = _Storage(self._count, tensor, maker, made_by)
+        self._count += 1
+        self._storages[tensor.untyped_storage()._cdata] = storage
+        if maker is not None:
+            self._note(RecordKind.WRITE, storage)
+        return storage
+
+    def _note(self, kind: RecordKind, storage: _Storage) -> None:
+        op = self._mark().op
+        self._records.append(Record(kind, op.text, LANES[op.lane], storage.name, storage.number))
+
+    def _access(self, storage: _Storage, tensor: Tensor, *, writes: bool, kind: RecordKind | None = None) -> None:
+        mark = self._mark()
+        self._note(kind or (RecordKind.WRITE if writes else RecordKind.READ), storage)
+        verb = "writes" if writes else "reads"
+        if storage.released_by is not None:
+            raise self._error(
+                "released", storage, storage.released_by, f"{verb} a storage that {{other}} has given back"
+            )
+        if tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0:
+            raise self._error("released", storage, None, f"{verb} a storage that was emptied")
+        for other in (storage.writer, *(storage.readers if writes else ())):
+            if other is not None and other.op.lane != mark.op.lane and not mark.comes_after(other):
+                did = "wrote" if other is storage.writer else "read"
+                raise self._error(
+                    "order", storage, other, f"{verb} what {{other}} {did} on the other stream, without waiting for it"
+                )
+        if storage.maker is not None and not writes and not mark.may_read(storage.maker, storage.declared):
+            raise self._error(
+                "undeclared",
+                storage,
+                storage.maker,
+                "reads what {other} made, which is no input, gradient or handoff of it; let the slot that makes it "
+                "declare it in 'writes' and put it, and this one declare it in 'reads' and take it",
+            )
+        if writes:
+            storage.writer = mark
+            storage.readers = [None, None]
+        else:
+            storage.readers[mark.op.lane] = mark
+
+    def _hand_out(self) -> None:
+        """Give what was freed to the current step, if it runs on the lane that allocated it."""
+        mark = self._mark()
+        freed = self._freed[mark.op.lane]
+        for storage in freed:
+            for user in (storage.writer, *storage.readers):
+                if user is None or user.op.lane == mark.op.lane or user.op.lane in storage.used_on:
+                    continue
+                if not mark.comes_after(user):
+                    raise self._error(
+                        "reuse",
+                        storage,
+                        user,
+                        "may be handed a freed storage while {other} still uses it on the other stream; "
+                        "tell the allocator with Lane.uses",
+                    )
+        freed.clear()
+
+    def _check_group(self, func: Any, args: Sequence[Any]) -> None:
+        name = group_of(args)
+        if name is None:
+            return
+        first = self._groups.setdefault(name, self._mark())
+        if first.op.lane != self._mark().op.lane:
+            raise StreamOrderError.of_group(
+                name, step=self._mark().op.text, other=first.op.text, stream=LANES[first.op.lane].value
+            )
+
+    def _error(self, rule: str, storage: _Storage, other: _Mark | None, what: str) -> StreamOrderError:
+        step = self._mark().op
+        other_text = None if other is None else other.op.text
+        return StreamOrderError(
+            f"{step.text} ({LANES[step.lane].value}) {what.format(other=other_text)}: {storage.name}",
+            rule=rule,
+            step=step.text,
+            other=other_text,
+            tensor=storage.name,
+        )
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
+
+
+def _arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Tensor, bool]]:
+    """The tensors an operation is given, each with whether it writes there."""
+    is_collective = func.namespace == "c10d"
+    declared = func._schema.arguments
+    given = [*zip(declared, args, strict=False), *((a, kwargs[a.name]) for a in declared if a.name in kwargs)]
+    if kwargs.get("beta") == 0:
+        given = given[1:]  # what a product would be added to is not read then: Megatron-Core passes a shared buffer
+    for argument, value in given:
+        if is_collective:
+            writes = not argument.name.startswith("input")
+        else:
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in tensors_in(value):
+            if _has_storage(tensor):
+                yield tensor, writes

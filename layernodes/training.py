@@ -1,0 +1,282 @@
+"""Inside Megatron-Core's training loop: its trainer, a schedule of the user's choice.
+
+Megatron-Core's combined-1F1B functions ask the model for a schedule plan of each microbatch
+(``build_schedule_plan``) and run the forward of one against the backward of another
+(``type(plan).run(forward, backward, b_grad=..., pre_forward=..., ...)``). ``schedule()`` makes the model return plans
+of ours:
+
+    build_schedule_plan    open a chunk run for the microbatch, on the model's chunk plan (built once)
+    run                    choose the pair schedule for the two chunks' shapes (once for each pair of chunks)
+                           run it, with the trainer's functions as calls around the passes
+                           hand the gradient of the chunk's input to the tensor that the pipeline received
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from os import PathLike
+from types import TracebackType
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from layernodes._megatron.training import (
+    AbstractSchedulePlan,
+    autocast_context,
+    new_event,
+    overlap_flags,
+    received_input,
+    schedule_plans_built_by,
+)
+from layernodes.errors import NodeStateError, ScheduleError
+from layernodes.plan import pairs
+from layernodes.plan.chunk_plan import ChunkPlan
+from layernodes.plan.chunk_run import ChunkRun
+from layernodes.plan.layer_plan import NodeFactory, SlotKey, WgradMode
+from layernodes.plan.program import Call
+from layernodes.plan.runner import Runner, StreamKind
+from layernodes.plan.schedule import PairSchedule
+from layernodes.plan.shape import ChunkShape
+
+PairRule = Callable[[ChunkShape | None, ChunkShape | None], PairSchedule]
+"""Chooses the order of a forward chunk beside a backward chunk, given their shapes; either may be None."""
+
+
+def schedule(
+    models: Module | Sequence[Module],
+    order: str | PairRule | PathLike[str] = "combined_1f1b",
+    *,
+    wgrad: WgradMode | str = WgradMode.OFF,
+    streams: StreamKind | str = StreamKind.AUTO,
+    split_combine: bool = False,
+    nodes: dict[SlotKey, NodeFactory] | None = None,
+) -> TrainingSchedule:
+    """Train under a schedule of your choice: a context around Megatron-Core's ``get_forward_backward_func()`` and its
+    calls.
+
+    Args:
+        models: the model chunk, or all chunks of this rank (virtual pipelining), as given to Megatron-Core.
+        order: name of a built-in pair schedule (``"combined_1f1b"``, ``"serial"``, ``"early_release"``, ...), a
+        function of
+            the two shapes, or a ``.txt`` or ``.json`` file with a pair schedule for chunks of equal shape.
+        wgrad: ``"auto"`` defers weight gradients; those of the first layer then run after the backward send.
+        streams: as for ``Runner``.
+        split_combine, nodes: as for ``ChunkPlan.build``.
+
+    Leave ``overlap_moe_expert_parallel_comm`` and ``delay_wgrad_compute`` off in the configuration: the context sets
+    both on
+    the existing configuration objects, of every chunk and inner layer, and restores them.
+
+    Raises:
+        UnsupportedLayerError: a model, layer or configuration that is not handled; on entering.
+        ScheduleError: an unknown name, or a schedule that is not valid for the chunks that meet.
+
+    Example::
+
+        with layernodes.megatron.schedule(model, "combined_1f1b", wgrad="auto"):
+            losses = get_forward_backward_func()(forward_step_func=forward_step, model=model, ...)
+    """
+    chunks = [models] if isinstance(models, Module) else list(models)
+    return TrainingSchedule(
+        chunks, _rule_of(order, WgradMode(wgrad)), WgradMode(wgrad), StreamKind(streams), split_combine, nodes
+    )
+
+
+@final
+class TrainingSchedule:
+    """What ``schedule()`` returns: a context manager."""
+
+    def __init__(
+        self,
+        models: Sequence[Module],
+        rule: PairRule,
+        wgrad: WgradMode,
+        streams: StreamKind,
+        split_combine: bool,
+        nodes: dict[SlotKey, NodeFactory] | None,
+    ) -> None:
+        self._models = models
+        self._rule = rule
+        self._wgrad = wgrad
+        self._kind = streams
+        self._build = partial(ChunkPlan.build, nodes=nodes, split_combine=split_combine, wgrad=wgrad)
+        self._chunks: dict[Module, ChunkPlan] = {}
+        self._schedules: dict[tuple[int, int], PairSchedule] = {}
+        self._runner: Runner | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self._runner is not None:
+            raise NodeStateError("this schedule() is entered already; make one for each context")
+        with ExitStack() as stack:
+            stack.enter_context(overlap_flags(self._models, delay_wgrad=self._wgrad is WgradMode.AUTO))
+            for model in self._models:
+                chunk = self._build(model)
+                self._chunks[chunk.model] = chunk
+            stack.enter_context(schedule_plans_built_by(self._plan_of))
+            self._runner = stack.enter_context(Runner(self._kind))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._runner = None
+        self._chunks.clear()
+        self._schedules.clear()
+        self._stack.close()
+
+    def _plan_of(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor,
+        decoder_input: Tensor | None = None,
+        labels: Tensor | None = None,
+        inference_context: Any = None,
+        packed_seq_params: Any = None,
+        extra_block_kwargs: dict[str, Any] | None = None,
+        runtime_gather_output: bool | None = None,
+        inference_params: Any = None,
+        loss_mask: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        **others: Any,
+    ) -> ChunkSchedulePlan:
+        """``GPTModel.build_schedule_plan``: the same parameters."""
+        chunk = self._chunks.get(model)
+        if chunk is None:
+            raise NodeStateError("this model was not given to schedule(); give it all model chunks of this rank")
+        batch = {
+            "input_ids": input_ids,
+            "position_ids": position_ids,
+            "attention_mask": attention_mask,
+            "decoder_input": decoder_input,
+            "labels": labels,
+            "inference_context": inference_context,
+            "packed_seq_params": packed_seq_params,
+            "extra_block_kwargs": extra_block_kwargs,
+            "runtime_gather_output": runtime_gather_output,
+            "inference_params": inference_params,
+            "loss_mask": loss_mask,
+            "padding_mask": padding_mask,
+            **others,
+        }
+        received = received_input(model)
+        if received is not None:
+            batch["hidden_states"] = received
+        return ChunkSchedulePlan(self, model, chunk.open(batch), received)
+
+    def run_pair(
+        self, forward: ChunkSchedulePlan | None, backward: ChunkSchedulePlan | None, gradient: Tensor | None, calls: Any
+    ) -> Tensor | None:
+        """Run one pair; returns the forward's output, as a leaf that requires grad."""
+        assert self._runner is not None
+        f_run, b_run = (None if plan is None else plan.chunk_run for plan in (forward, backward))
+        present = forward or backward
+        assert present is not None
+        with torch.enable_grad(), autocast_context(present.model):
+            self._runner.run_pair(self._schedule_for(f_run, b_run), f_run, b_run, gradient, calls)
+        if backward is not None:
+            backward.hand_back()
+        return None if forward is None else forward.output
+
+    def _schedule_for(self, forward: ChunkRun | None, backward: ChunkRun | None) -> PairSchedule:
+        plans = [None if run is None else run.plan for run in (forward, backward)]
+        key = id(plans[0]), id(plans[1])
+        if key not in self._schedules:
+            shapes = [None if plan is None else plan.shape for plan in plans]
+            self._schedules[key] = self._rule(*shapes)
+        return self._schedules[key]
+
+
+@final
+class ChunkSchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]
+    """One microbatch on one chunk, as Megatron-Core's trainer sees it.
+
+    Attributes:
+        vp_stage: the chunk's virtual-pipeline stage.
+        event: what the trainer's loss node synchronizes on.
+    """
+
+    def __init__(self, session: TrainingSchedule, model: Any, chunk_run: ChunkRun, received: Tensor | None) -> None:
+        self._session = session
+        self.model = model
+        self.chunk_run = chunk_run
+        self._received = received
+        self.vp_stage = model.vp_stage
+        self.event = new_event()
+
+    @property
+    def output(self) -> Tensor:
+        """What the chunk returned, as a leaf; the trainer's loss node takes it from there."""
+        output: Tensor = self.chunk_run.output
+        return output.detach().requires_grad_(True)
+
+    def hand_back(self) -> None:
+        """Give the gradient of the chunk's input to the tensor that the pipeline received."""
+        gradient = self.chunk_run.input_grad
+        if self._received is not None and gradient is not None:
+            self._received.grad = gradient if self._received.grad is None else self._received.grad + gradient
+
+    @staticmethod
+    def run(
+        f_schedule_plan: ChunkSchedulePlan | None,
+        b_schedule_plan: ChunkSchedulePlan | None,
+        b_grad: Tensor | None = None,
+        pre_forward: Callable[..., Any] | None = None,
+        pre_backward: Callable[..., Any] | None = None,
+        post_forward: Callable[..., Any] | None = None,
+        post_backward: Callable[..., Any] | None = None,
+    ) -> Tensor | None:
+        """Run the forward of one plan against the backward of another; Megatron-Core's signature."""
+        present = f_schedule_plan or b_schedule_plan
+        if present is None:
+            return None
+        calls: dict[Call, Callable[[], None]] = {}
+        if f_schedule_plan is not None:
+            forward, stage = f_schedule_plan, f_schedule_plan.vp_stage
+            if pre_forward is not None:
+                calls[Call.PRE_FORWARD] = partial(pre_forward, stage)
+            if post_forward is not None:
+                calls[Call.POST_FORWARD] = lambda: post_forward(forward.chunk_run.value, stage)
+        if b_schedule_plan is not None:
+            backward, b_stage = b_schedule_plan, b_schedule_plan.vp_stage
+            if pre_backward is not None:
+                calls[Call.PRE_BACKWARD] = partial(pre_backward, b_stage)
+            if post_backward is not None:
+                calls[Call.POST_BACKWARD] = lambda: post_backward(backward.chunk_run.gradient, b_stage)
+        return present._session.run_pair(f_schedule_plan, b_schedule_plan, b_grad, calls)
+
+
+def _rule_of(order: str | PairRule | PathLike[str], wgrad: WgradMode) -> PairRule:
+    if callable(order):
+        return order
+    if isinstance(order, str) and order in pairs.BUILT_IN:
+        rule = pairs.BUILT_IN[order]
+        if wgrad is WgradMode.OFF:
+            return rule
+
+        def with_wgrad(forward: ChunkShape | None, backward: ChunkShape | None) -> PairSchedule:
+            return pairs.deferred(rule(forward, backward), forward, backward, "first_layer_last")
+
+        return with_wgrad
+    if not isinstance(order, str) or order.endswith((".txt", ".json")):
+        loaded = PairSchedule.load(order)
+        return lambda forward, backward: _only(loaded, forward, backward)
+    raise ScheduleError(
+        f"no pair schedule is called {order!r}; choose one of {', '.join(pairs.BUILT_IN)}, give a function of the two "
+        f"shapes, or a .txt or .json file"
+    )
+
+
+def _only(whole: PairSchedule, forward: ChunkShape | None, backward: ChunkShape | None) -> PairSchedule:
+    """The steps of a pair for the chunks that are there: at a trainer's first and last microbatch only one is."""
+    if forward is not None and backward is not None:
+        return whole
+    phases = "F" if backward is None else "BW"
+    return PairSchedule(step for step in whole if step.phase in phases)

@@ -1,0 +1,58 @@
+"""The command that tries a schedule on a real model, and wrong usage of those that check one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from layernodes.cli import main
+from layernodes.plan import schedules
+from layernodes.plan.schedule import Schedule
+from layernodes.plan.shape import ChunkShape
+
+_SMALL = ("--layers", "2", "--hidden", "16", "--experts", "2", "--microbatches", "2")
+
+
+@pytest.mark.parametrize("streams", ["inline", "threads"])
+@pytest.mark.parametrize("extra", [(), ("--wgrad", "auto"), ("--split-combine", "--mtp")])
+def test_run_is_bitwise_equal(streams: str, extra: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """``run`` compares a real model under a built-in schedule with the plain model."""
+    assert main(["run", "--schedule", "combined_1f1b", "--streams", streams, "--json", *_SMALL, *extra]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["verdict"]["equal"]
+    assert report["verdict"]["gradients"] > 20
+    assert report["makespan"] > 0
+
+
+def test_run_takes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``run`` takes a schedule from a file, and says what is wrong with one that is not valid."""
+    shape = ChunkShape.of(["moe", "moe"])
+    path = tmp_path / "own.txt"
+    schedules.forward_forward(shape, 2).save(path)
+    # Two forwards woven draw dropout in another order than the plain model: the verdict says so.
+    assert main(["run", "--schedule", str(path), *_SMALL]) == 1
+    assert "NOT EQUAL" in capsys.readouterr().out
+    Schedule(schedules.serial(shape, 2).steps[:-1]).save(path)
+    assert main(["run", "--schedule", str(path), *_SMALL]) == 1
+    assert "B1.pre_process is missing" in capsys.readouterr().err
+
+
+def test_unknown_schedule_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    """A name that is no built-in and no file gets one line that lists the built-ins."""
+    assert main(["run", "--schedule", "nonsense", *_SMALL]) == 2
+    error = capsys.readouterr().err
+    assert "no built-in schedule (serial, combined_1f1b" in error
+    assert error.count("\n") == 1
+
+
+def test_check_says_where_a_file_is_malformed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that holds no schedule is named with line and column; one that is not there is wrong usage."""
+    path = tmp_path / "bad.txt"
+    path.write_text("F0.pre_process\nF0.L0.mlp!\n")
+    assert main(["check", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert "bad.txt" in error
+    assert "line 2" in error
+    assert main(["check", str(tmp_path / "none.txt")]) == 2

@@ -1,0 +1,97 @@
+"""Hypothesis strategies for cells: random configurations and shapes that the plain model can run in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.support.configs import Cell
+
+_TOP1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+_AUX_KINDS = ("none", "aux_loss", "seq_aux_loss")
+_FROZEN = ("embedding", "router", r"mlp\.experts", "self_attention", "layernorm", "output_layer", r"layers\.0\.")
+
+
+def is_ordered(cell: Cell) -> bool:
+    """Whether results depend on the order of forwards by design: random numbers, or sums over a global batch."""
+    draws = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps", "moe_router_force_load_balancing")
+    drawn = any(cell.config.get(name) for name in draws)
+    kinds = cell.config.get("moe_router_load_balancing_type")
+    return bool(drawn) or kinds == "global_aux_loss"
+
+
+@st.composite
+def cells(draw: st.DrawFn, *, max_microbatches: int = 4, dropout: bool = False) -> Cell:
+    """1 to 4 layers, dense, MoE or mixed, with or without MTP; features at random."""
+    layers = draw(st.text("MD", min_size=1, max_size=4))
+    mtp = draw(st.sampled_from([0, 0, 0, 1, 2])) if len(layers) < 4 else 0
+    pre_process = draw(st.integers(0, 4)) > 0
+    post_process = bool(mtp) or draw(st.integers(0, 4)) > 0
+    tied = draw(st.booleans()) if pre_process and post_process else False
+    labels = draw(st.integers(0, 4)) > 0
+    config: dict[str, Any] = {}
+    recompute: list[str] = []
+    grouped = False
+    if "M" in layers:
+        config["moe_token_dispatcher_type"] = draw(st.sampled_from(["alltoall", "alltoall", "allgather"]))
+        config |= draw(st.sampled_from([{}, {}, _TOP1, {"moe_router_topk": 2}]))
+        grouped = draw(st.integers(0, 3)) == 0
+        kind = draw(st.sampled_from(_AUX_KINDS))
+        config["moe_router_load_balancing_type"] = kind
+        config["moe_aux_loss_coeff"] = 0.0 if kind == "none" else 1e-2
+        if draw(st.integers(0, 2)) == 0:
+            config["moe_shared_expert_intermediate_size"] = 24
+            config["moe_shared_expert_gate"] = draw(st.booleans())
+        if draw(st.integers(0, 4)) == 0:
+            config["moe_latent_size"] = 16
+        if draw(st.integers(0, 4)) == 0:
+            config["moe_z_loss_coeff"] = 1e-3
+        if grouped and draw(st.booleans()):
+            recompute.append("moe_act")
+        if "moe_shared_expert_intermediate_size" in config and draw(st.integers(0, 3)) == 0:
+            recompute.append("shared_experts")
+    if draw(st.integers(0, 2)) == 0:
+        recompute += draw(st.lists(st.sampled_from(["layernorm", "core_attn"]), unique=True, min_size=1))
+    if recompute:
+        config |= {"recompute_granularity": "selective", "recompute_modules": recompute}
+    if grouped:
+        config["moe_grouped_gemm"] = True
+    if draw(st.integers(0, 4)) == 0:
+        config |= {"bf16": True, "params_dtype": "bfloat16"}
+    if draw(st.integers(0, 3)) == 0:
+        config["normalization"] = "RMSNorm"
+    if draw(st.integers(0, 3)) == 0:
+        config["qk_layernorm"] = True
+    if draw(st.integers(0, 3)) == 0:
+        config |= {"gated_linear_unit": True, "activation_func": "silu"}
+    # A recomputed module of a layer that is used twice delivers its gradients twice a microbatch, in the plain model
+    # too: the plain gradient of a microbatch, added as one, is then not what the plain model does with gradients there.
+    if mtp == 2 and not {"layernorm", "shared_experts"} & set(recompute) and draw(st.booleans()):
+        config["mtp_use_repeated_layer"] = True
+    if dropout:
+        config |= {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+    # Megatron-Core's recompute needs inputs that require grad.
+    frozen = draw(st.lists(st.sampled_from(_FROZEN), unique=True, max_size=2)) if not recompute else []
+    return Cell(
+        name="drawn",
+        layers=layers,
+        mtp=mtp,
+        pre_process=pre_process,
+        post_process=post_process,
+        tied=tied,
+        labels=labels,
+        local_experts=draw(st.sampled_from([1, 2, 4])) if config.get("moe_router_topk", 2) == 1 else 4,
+        config=config,
+        frozen=tuple(frozen),
+        padding=draw(st.booleans()),
+        loss_mask=draw(st.booleans()) and post_process,
+        final_norm=draw(st.integers(0, 4)) > 0,
+        uneven=draw(st.booleans()),
+        position=draw(st.sampled_from(["rope", "learned_absolute", "none"])),
+        seq=draw(st.integers(2, 6)),
+        batch=draw(st.integers(1, 2)),
+        vocab=32,
+        num_microbatches=draw(st.integers(1, max_microbatches)),
+        seed=draw(st.integers(1, 999)),
+    )

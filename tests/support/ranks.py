@@ -1,0 +1,108 @@
+"""Run a function in several processes of one gloo group and collect what each returned, raised or died of."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one rank: the value returned, or the error's text, or neither for a process that died."""
+
+    value: Any = None
+    error: str = ""
+    exit_code: int | None = None
+    log: str = ""
+
+
+def run_on_ranks(
+    target: str, *arguments: Any, world_size: int = 2, seconds: float = 120.0, group_seconds: float = 60.0
+) -> list[Outcome]:
+    """Call ``module:function`` with ``arguments`` on every rank; a rank still running after ``seconds`` is killed."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "work").write_bytes(pickle.dumps((target, arguments, group_seconds)))
+        workers = [_start(rank, world_size, folder) for rank in range(world_size)]
+        deadline = time.monotonic() + seconds
+        try:
+            for worker in workers:
+                try:
+                    worker.wait(max(0.1, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    continue
+            return [_outcome(rank, worker.poll(), folder) for rank, worker in enumerate(workers)]
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+
+
+def _start(rank: int, world_size: int, folder: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.ranks", str(rank), str(world_size), str(folder)]
+    with (folder / f"log{rank}").open("wb") as log:
+        return subprocess.Popen(
+            command,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _outcome(rank: int, exit_code: int | None, folder: Path) -> Outcome:
+    log = (folder / f"log{rank}").read_text(errors="replace")[-3000:]
+    path = folder / f"result{rank}"
+    if not path.exists():
+        return Outcome(exit_code=exit_code, log=log, error="no result")
+    value, error = pickle.loads(path.read_bytes())
+    return Outcome(value=value, error=error, exit_code=exit_code, log=log)
+
+
+def _work(rank: int, world_size: int, folder: Path) -> None:
+    from layernodes.cpu import cpu_host  # noqa: PLC0415 - the parent only starts processes
+    from tests.support.deepep import emulated_backends  # noqa: PLC0415
+
+    faulthandler.enable()
+    target, arguments, group_seconds = pickle.loads((folder / "work").read_bytes())
+    module, _, name = target.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    with cpu_host(), emulated_backends():
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder / 'store'}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=group_seconds),
+        )
+        value, error = None, ""
+        try:
+            value = function(*arguments)
+        except BaseException:
+            error = traceback.format_exc()
+        aside = folder / f".{rank}"
+        aside.write_bytes(pickle.dumps((value, error)))
+        aside.rename(folder / f"result{rank}")
+        if error:
+            os._exit(1)  # a broken group may not come down
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _work(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,644 @@
+"""The drop-in: Megatron-Core's own schedule plan on our nodes equals the plain model, bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from megatron.core.models.common import fine_grained_callables as common_callables
+from megatron.core.models.common import utils as common_utils
+from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
+from megatron.core.models.gpt import fine_grained_callables as gpt_callables
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor, nn
+
+import layernodes
+from layernodes import LayerPlan, NodeStateError, UnsupportedLayerError
+from tests.support.build import make_microbatches, make_model
+from tests.support.compare import run_cell
+from tests.support.configs import CELLS, Cell, by_name
+from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
+from tests.support.further import FURTHER
+from tests.support.handed import HANDED, handed_over
+from tests.support.slots import assert_equal_gradients
+from tests.support.world import LAYERNODES, run_cells, use_layout
+
+pytestmark = MEGATRON_WORLD
+
+_FUNCTIONS = {
+    "build_transformer_layer_callables": gpt_callables,
+    "build_mtp_layer_callables": common_callables,
+    "build_layer_callables": common_callables,
+    "get_layer_moe_metadata": common_callables,
+}
+
+
+def _moe_model() -> Any:
+    return make_model(by_name("alltoall-moe-ep1"))
+
+
+class TestDropIn:
+    """The four functions have Megatron-Core's names, parameters and results."""
+
+    @pytest.mark.parametrize("name", _FUNCTIONS)
+    def test_parameters(self, name: str) -> None:
+        """Same parameter names, kinds and defaults as the installed megatron-core's."""
+        theirs = inspect.signature(getattr(_FUNCTIONS[name], name)).parameters
+        ours = inspect.signature(getattr(layernodes, name)).parameters
+        assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+            (p.name, p.kind, p.default) for p in theirs.values()
+        ]
+
+    @pytest.mark.parametrize("name", ["alltoall-moe-ep1", "dense", "mixed-ep1", "mtp-aux-ep1", "experts4-x"])
+    def test_metadata(self, name: str) -> None:
+        """``get_layer_moe_metadata`` says what Megatron's says, of every layer."""
+        model = make_model(by_name("alltoall-experts4-ep1" if name == "experts4-x" else name))
+        for layer in (*model.decoder.layers, *(model.mtp.layers if getattr(model, "mtp", None) else ())):
+            expected = common_callables.get_layer_moe_metadata(layer)
+            assert layernodes.get_layer_moe_metadata(layer) == expected
+
+    def test_results(self) -> None:
+        """Five callables and a dict of two hooks or lists, from each builder."""
+        model = make_model(by_name("mtp-aux-ep1"))
+        for build, layer in (
+            (layernodes.build_transformer_layer_callables, model.decoder.layers[0]),
+            (layernodes.build_layer_callables, model.decoder.layers[0]),
+            (layernodes.build_mtp_layer_callables, model.mtp.layers[0]),
+            (layernodes.build_layer_callables, model.mtp.layers[0]),
+        ):
+            funcs, hooks = build(layer)
+            assert len(funcs) == 5
+            assert set(hooks) == {"pre_dispatch_computation", "mlp"}
+
+    def test_each_builder_takes_its_kind(self) -> None:
+        """The two specific builders refuse the other kind and name the one that takes both."""
+        model = make_model(by_name("mtp-aux-ep1"))
+        message = "expected a MultiTokenPredictionLayer, found TransformerLayer; build_layer_callables takes both"
+        with pytest.raises(UnsupportedLayerError, match=message) as caught:
+            layernodes.build_mtp_layer_callables(model.decoder.layers[0])
+        assert (caught.value.field, caught.value.value) == ("layer", TransformerLayer)
+        with pytest.raises(UnsupportedLayerError, match="expected a TransformerLayer, found MultiTokenPredictionLayer"):
+            layernodes.build_transformer_layer_callables(model.mtp.layers[0])
+
+    def test_not_a_layer(self) -> None:
+        """Anything else is refused by all four."""
+        for name in _FUNCTIONS:
+            with pytest.raises(
+                UnsupportedLayerError, match="Linear is no TransformerLayer and no MultiTokenPrediction"
+            ):
+                getattr(layernodes, name)(nn.Linear(2, 2))
+
+
+def _patched() -> dict[str, object]:
+    owners = {
+        gpt_callables: ("build_transformer_layer_callables",),
+        common_callables: tuple(_FUNCTIONS),
+        common_utils: ("TransformerLayerNode", "PreProcessNode", "PostProcessNode"),
+        TransformerModelChunkSchedulePlan: tuple(TransformerModelChunkSchedulePlan.__dict__),
+    }
+    return {f"{owner.__name__}.{name}": owner.__dict__[name] for owner, names in owners.items() for name in names}
+
+
+class TestInstall:
+    """``install()`` is there while it is entered and leaves no trace."""
+
+    def test_restores_everything(self) -> None:
+        """Every patched attribute is the very object that it was."""
+        before = _patched()
+        with layernodes.install() as installation:
+            assert installation.active
+            during = _patched()
+        assert not installation.active
+        assert {name for name in before if before[name] is not during[name]} >= {
+            f"{common_callables.__name__}.build_layer_callables",
+            f"{common_utils.__name__}.TransformerLayerNode",
+        }
+        after = _patched()
+        assert all(before[name] is after[name] for name in before)
+
+    def test_restores_after_an_exception(self) -> None:
+        """Also where the body raises."""
+        before = _patched()
+        with pytest.raises(ZeroDivisionError), layernodes.install():
+            raise ZeroDivisionError
+        assert all(value is _patched()[name] for name, value in before.items())
+
+    def test_start_and_stop(self) -> None:
+        """The same without a ``with``; stopping twice does no harm, starting again works."""
+        before = _patched()
+        installation = layernodes.install()
+        for _ in range(2):
+            assert installation.start() is installation
+            assert installation.active
+            installation.stop()
+            installation.stop()
+            assert all(value is _patched()[name] for name, value in before.items())
+
+    def test_nesting_is_refused(self) -> None:
+        """A second installation would restore the first one's names."""
+        before = _patched()
+        with layernodes.install() as outer:
+            for other in (outer, layernodes.install()):
+                with pytest.raises(NodeStateError, match="installed in Megatron-Core already; leave the other install"):
+                    other.start()
+            assert outer.active
+        assert all(value is _patched()[name] for name, value in before.items())
+
+    def test_a_layers_plan_is_built_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """And reused by every microbatch."""
+        built = []
+        build = LayerPlan.build
+        monkeypatch.setattr(
+            LayerPlan, "build", staticmethod(lambda layer, **kw: (built.append(layer), build(layer, **kw))[1])
+        )
+        verdict = run_cell(by_name("five-microbatches-ep1"), layernodes.install)
+        assert verdict.status == "right"
+        assert len(built) == len({id(layer) for layer in built}) == 4  # a model of two layers for each of two orders
+
+    def test_a_schedule_of_ones_own_nodes(self) -> None:
+        """``install(build)`` runs plans of the user's making."""
+        model, (microbatch, *_) = _moe_model(), make_microbatches(by_name("alltoall-moe-ep1"))
+        plans: list[LayerPlan] = []
+
+        def build(layer: nn.Module) -> LayerPlan:
+            plans.append(LayerPlan.build(layer, split_combine=True))
+            return plans[-1]
+
+        expected = model(**microbatch.inputs)
+        with layernodes.install(build):
+            plan = model.build_schedule_plan(**microbatch.inputs)
+            assert torch.equal(type(plan).run(plan, None), expected)
+        assert len(plans) == 2
+
+
+class _OwnForward(TransformerLayer):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+class _OwnMoEForward(MoELayer):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+class TestRefusals:
+    """What the split path would not do as the plain layer does is refused before anything runs."""
+
+    @staticmethod
+    def _refused(layer: Any, message: str, field: str) -> None:
+        with pytest.raises(UnsupportedLayerError, match=message) as caught:
+            layernodes.build_layer_callables(layer)
+        assert caught.value.field == field
+        assert isinstance(caught.value, TypeError)
+
+    def test_cross_attention(self) -> None:
+        """A layer of an encoder-decoder model."""
+        layer = _moe_model().decoder.layers[0]
+        layer.cross_attention = nn.Linear(2, 2)
+        self._refused(layer, r"layer 1 has cross-attention \(Linear\), which is not handled", "cross_attention")
+
+    def test_overridden_forward(self) -> None:
+        """A subclass whose own forward would be skipped."""
+        layer = _moe_model().decoder.layers[0]
+        layer.__class__ = _OwnForward
+        self._refused(
+            layer, r"_OwnForward overrides forward\(\), which the split path does not call", "_OwnForward.forward"
+        )
+
+    def test_overridden_moe_forward(self) -> None:
+        """Of the MoE layer too."""
+        layer = _moe_model().decoder.layers[0]
+        layer.mlp.__class__ = _OwnMoEForward
+        self._refused(layer, r"_OwnMoEForward overrides forward\(\)", "_OwnMoEForward.forward")
+
+    def test_overridden_forward_on_the_instance(self) -> None:
+        """And where the method was replaced on the object itself."""
+        layer = _moe_model().decoder.layers[0]
+        layer.forward = lambda *args, **kwargs: None
+        self._refused(layer, r"TransformerLayer overrides forward\(\)", "TransformerLayer.forward")
+
+    def test_tensor_parallel_without_sequence_parallel(self) -> None:
+        """The plain layer refuses to train so; in evaluation it runs."""
+        layer = _moe_model().decoder.layers[0]
+        layer.mlp.attn_tp_group = SimpleNamespace(size=lambda: 2)
+        self._refused(
+            layer, "cannot be trained without sequence parallelism, the plain layer refuses", "sequence_parallel"
+        )
+        layernodes.build_layer_callables(layer.eval())
+
+    def test_latent_with_overlapped_shared_experts(self) -> None:
+        """The plain layer refuses it."""
+        layer = make_model(by_name("latent-shared-ep1")).decoder.layers[0]
+        layer.mlp.shared_expert_overlap = True
+        self._refused(layer, "latent MoE cannot overlap its shared experts", "moe_shared_expert_overlap")
+
+    def test_an_mtp_layer_over_something_else(self) -> None:
+        """Its inner layer must be a TransformerLayer."""
+        layer = make_model(by_name("mtp-aux-ep1")).mtp.layers[0]
+        layer.mtp_model_layer = nn.Linear(2, 2)
+        self._refused(
+            layer, r"over Linear is not handled; its inner layer \(mtp_model_layer\) must be", "mtp_model_layer"
+        )
+
+    def test_delayed_fp8_scaling(self) -> None:
+        """Delayed scaling updates once a block, which no slot could do."""
+        layer = _moe_model().decoder.layers[0]
+        layer.config.fp8, layer.config.fp8_recipe = "hybrid", "delayed"
+        self._refused(layer, "fp8_recipe='delayed' .* use another recipe", "fp8_recipe")
+
+    def test_unknown_block_arguments(self) -> None:
+        """Arguments of the decoder that its layers would not be given."""
+        model, (microbatch, *_) = _moe_model(), make_microbatches(by_name("alltoall-moe-ep1"))
+        with (
+            layernodes.install(),
+            pytest.raises(UnsupportedLayerError, match=r"extra_block_kwargs\['context'\]") as caught,
+        ):
+            model.build_schedule_plan(**microbatch.inputs, extra_block_kwargs={"context": torch.ones(2)})
+        assert caught.value.field == "extra_block_kwargs.context"
+
+
+def _check(cell: Cell, context: Any = layernodes.install, *, hooks: bool = False) -> None:
+    use_layout(cell)
+    verdict = run_cell(cell, context, hooks=hooks)
+    assert verdict.status == "right", verdict
+
+
+_IN_PROCESS = (
+    *("dense", "dense-dropout", "dense-tied", "alltoall-shared-gate-ep1", "allgather-aux-ep1", "allgather-paired-ep1"),
+    *("paired-recompute-ep1", "paired-mixed-ep1", "shared-overlap-ep1", "drop-pad-ep1", "expert-bias-ep1", "mixed-ep1"),
+    *(
+        "alltoall-dropout-ep1",
+        "bf16-dropout-shared-ep1",
+        "recompute-all-dropout-ep1",
+        "recompute-moe-ep1",
+        "latent-ep1",
+    ),
+    *("mla-recompute-all-ep1", "packed-samples-ep1", "middle-chunk-ep1", "last-chunk-dense-last-ep1", "one-layer-ep1"),
+    *("frozen-embedding-ep1", "frozen-first-layer-ep1", "mlp-chunks-ep1", "delay-wgrad-mixed-ep1", "uneven-ep1"),
+    *("early-attention-release-ep1", "padding-aux-x", "hybridep-shared-aux-ep1", "heterogeneous-everything-ep1"),
+    *("mtp-padding-aux-ep1", "mtp-tied-ep1", "mtp-two-ep1", "mtp-repeated-ep1", "mtp-detach-heads-ep1", "mtp-bf16-ep1"),
+)
+_IN_PAIRS = (
+    *("alltoall-moe-ep2", "alltoall-experts1-ep2", "allgather-paired-ep2", "paired-shared-ep2", "shared-overlap-ep2"),
+    *("deepep-shared-aux-ep2", "deepep-paired-ep2", "hybridep-recompute-ep2", "mtp-tied-ep2", "mtp-repeated-ep2"),
+    *("idle-rank", "idle-rank-deepep", "drop-pad-ep2", "recompute-all-dropout-ep2", "global-aux-padding-ep2"),
+    *("tp2-ep2-etp1-alltoall-dropout", "tp2-ep1-etp2-allgather-paired", "tp2-mtp-dropout", "tp2-dense-dropout"),
+)
+_FURTHER_IN_PAIRS = (
+    *("deepep-ep2-overlap-gate", "hybridep-ep2-overlap-paired", "full-uniform-mtp", "full-block-expert-bias"),
+    *("chunks-allgather-shared-ep2", "mtp-two-tied-four", "mtp-repeated-tied-four", "chunks-recompute"),
+)
+
+
+def _named(name: str) -> Cell:
+    if name == "padding-aux-x":
+        return by_name("alltoall-padding-aux-ep1")
+    return next(cell for cell in (*CELLS, *FURTHER) if cell.name == name)
+
+
+class TestMatrix:
+    """Outputs, losses, gradients, buffers, generators and metrics equal the plain model's under ``install()``."""
+
+    @pytest.mark.parametrize("name", _IN_PROCESS)
+    def test_one_rank(self, name: str) -> None:
+        """Configurations of one rank, in every order of microbatches; forward hooks fire as often."""
+        _check(_named(name), hooks=True)
+
+    def test_two_ranks(self) -> None:
+        """Expert and tensor parallel configurations, in worker processes."""
+        for names, hooks in ((_IN_PAIRS, True), (_FURTHER_IN_PAIRS, False)):
+            verdicts = run_cells([_named(name) for name in names], LAYERNODES, hooks=hooks)
+            assert {name: verdict for name, verdict in verdicts.items() if verdict.status != "right"} == {}
+            assert len(verdicts) == len(names)
+
+    @pytest.mark.full
+    @pytest.mark.timeout(3600)
+    @pytest.mark.parametrize("hooks", [False, True], ids=["", "hooks"])
+    def test_every_cell(self, hooks: bool) -> None:
+        """The whole matrix: right wherever the plain model itself runs."""
+        # Under full recompute the plain model calls its layers a second time, in backward; the nodes do not.
+        cells = [cell for cell in (*CELLS, *FURTHER) if not (hooks and cell.name.startswith("full-"))]
+        verdicts = run_cells(cells, LAYERNODES, hooks=hooks)
+        wrong = {name: v for name, v in verdicts.items() if v.status not in ("right", "unrunnable")}
+        assert wrong == {}
+        assert sum(v.status == "right" for v in verdicts.values()) > 450
+
+
+# What Megatron-Core's own plan gets wrong around any nodes: parameters used twice, frozen embeddings, repeated MTP.
+_NOT_THE_NODES = ("mtp", "tied", "frozen", "heterogeneous", "chunks-mtp", "full-uniform-mtp")
+
+
+class TestHandedOver:
+    """Without ``install()``: our callables under Megatron-Core's own node class, which frees storage by slot name."""
+
+    @pytest.mark.parametrize(
+        "name",
+        [name for name in _IN_PROCESS if not any(part in name for part in _NOT_THE_NODES)],
+    )
+    def test_one_rank(self, name: str) -> None:
+        """EP=1 and ``allgather`` too, where freeing by name empties what is still used: there the nodes copy."""
+        _check(_named(name), handed_over)
+
+    def test_two_ranks(self) -> None:
+        """EP=2, where most is freed without a copy."""
+        names = [name for name in _IN_PAIRS if not any(part in name for part in _NOT_THE_NODES)]
+        verdicts = run_cells([_named(name) for name in names], HANDED)
+        assert {name: verdict for name, verdict in verdicts.items() if verdict.status != "right"} == {}
+
+    @pytest.mark.full
+    @pytest.mark.timeout(3600)
+    def test_every_cell(self) -> None:
+        """The whole matrix but for what Megatron-Core's plan itself gets wrong."""
+        cells = [c for c in (*CELLS, *FURTHER) if not any(part in c.name for part in _NOT_THE_NODES)]
+        verdicts = run_cells(cells, HANDED)
+        wrong = {name: v for name, v in verdicts.items() if v.status not in ("right", "unrunnable")}
+        assert wrong == {}
+
+
+@st.composite
+def _cells(draw: st.DrawFn) -> Cell:
+    """A random configuration of one rank."""
+    heads = draw(st.sampled_from([2, 4]))
+    local_experts = draw(st.integers(1, 5))
+    topk = draw(st.integers(1, local_experts))
+    dispatcher = draw(st.sampled_from(["alltoall", "allgather", "flex"]))
+    labels = draw(st.booleans())
+    config: dict[str, Any] = {
+        "num_attention_heads": heads,
+        "num_query_groups": draw(st.sampled_from([heads, heads // 2])),
+        "hidden_size": 32,
+        "moe_token_dispatcher_type": dispatcher,
+        "moe_router_topk": topk,
+        "moe_router_pre_softmax": topk == 1 or draw(st.booleans()),
+        "hidden_dropout": draw(st.sampled_from([0.0, 0.2])),
+        "attention_dropout": draw(st.sampled_from([0.0, 0.2])),
+        "normalization": draw(st.sampled_from(["LayerNorm", "RMSNorm"])),
+        "moe_grouped_gemm": draw(st.booleans()),
+    }
+    if dispatcher == "flex":
+        config |= {"moe_flex_dispatcher_backend": "hybridep", "moe_router_dtype": "fp32"}
+    if draw(st.booleans()):
+        config |= {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": draw(st.booleans())}
+        config["moe_shared_expert_overlap"] = dispatcher != "allgather" and draw(st.booleans())
+    if draw(st.booleans()):
+        config |= {"moe_router_load_balancing_type": draw(st.sampled_from(["aux_loss", "seq_aux_loss"]))}
+        config["moe_aux_loss_coeff"] = 1e-2
+    if draw(st.booleans()):
+        modules = ["layernorm", "core_attn"]
+        if config["moe_grouped_gemm"]:
+            modules.append("moe_act")
+        config |= {"recompute_granularity": "selective", "recompute_modules": modules}
+    layers = draw(st.lists(st.sampled_from("MD"), min_size=1, max_size=3).map("".join))
+    # Slot by slot over two microbatches, dropout draws in another order than the plain model.
+    draws = config["hidden_dropout"] + config["attention_dropout"] > 0
+    orders = draw(st.sampled_from([("serial",), ("1f1b",), ("serial",) if draws else ("paired",)]))
+    return Cell(
+        name="drawn",
+        layers=layers if "M" in layers else layers + "M",
+        local_experts=local_experts,
+        mtp=draw(st.sampled_from([0, 0, 1, 2])) if draw(st.booleans()) else 0,
+        config=config,
+        tied=draw(st.booleans()),
+        final_norm=draw(st.booleans()),
+        padding=draw(st.booleans()),
+        labels=labels,
+        uneven=draw(st.booleans()),
+        frozen=draw(st.sampled_from([(), (), ("embedding",), ("router",), ("self_attention",)])),
+        seq=draw(st.integers(2, 9)),
+        batch=draw(st.integers(1, 3)),
+        num_microbatches=draw(st.integers(1, 3)),
+        orders=orders,
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+def _property(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        drawn = given(cell=_cells())(test)
+        return settings(
+            max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+        )(drawn)
+
+    return decorate
+
+
+class TestProperty:
+    """Any configuration at any shape is right, or refused by name; never wrong, never a crash."""
+
+    @_property(25)
+    def test_few(self, cell: Cell) -> None:
+        """A few draws."""
+        use_layout(cell)
+        verdict = run_cell(cell, layernodes.install)
+        assert verdict.status in ("right", "unrunnable"), (verdict, cell)
+
+    @pytest.mark.full
+    @pytest.mark.timeout(3600)
+    @_property(1000)
+    def test_many(self, cell: Cell) -> None:
+        """Many draws."""
+        use_layout(cell)
+        verdict = run_cell(cell, layernodes.install)
+        assert verdict.status in ("right", "unrunnable"), (verdict, cell)
+
+
+def _run(model: Any, microbatch: Any, **inputs: Any) -> Tensor:
+    plan = model.build_schedule_plan(**microbatch.inputs, **inputs)
+    output: Tensor = type(plan).run(plan, None)
+    return output
+
+
+class TestModel:
+    """A whole model's microbatch, beyond the matrix."""
+
+    @pytest.mark.parametrize(
+        "name", ["mtp-tied-ep1", "recompute-all-ep1", "alltoall-shared-gate-ep1", "allgather-moe-ep1"]
+    )
+    def test_nothing_survives_a_microbatch(self, name: str) -> None:
+        """With ``gc`` off, the plan's tensors are gone as soon as its backward is."""
+        cell = by_name(name)
+        model, microbatches = make_model(cell), make_microbatches(cell)
+        with layernodes.install():
+            _forward_and_backward(model, microbatches[0])
+            gc.collect()
+            gc.disable()
+            try:
+                before = _live()
+                references = _forward_and_backward(model, microbatches[1])
+                assert [name for name, reference in references if reference() is not None] == []
+                assert _live() - before == 0
+            finally:
+                gc.enable()
+
+    def test_without_gradients(self) -> None:
+        """Evaluation under ``torch.no_grad()``."""
+        cell = by_name("mtp-tied-ep1")
+        model, (microbatch, *_) = make_model(cell).eval(), make_microbatches(cell)
+        with torch.no_grad():
+            expected = model(**microbatch.inputs)
+            with layernodes.install():
+                assert torch.equal(_run(model, microbatch), expected)
+
+    def test_a_wrapped_model(self) -> None:
+        """Megatron's ``Float16Module`` hands its schedule plan on; the loss is the wrapped model's."""
+        cell = by_name("bf16-ep1")
+        model, (microbatch, *_) = make_model(cell), make_microbatches(cell)
+        wrapped = Float16Module(model.config, model)
+        expected = wrapped(**microbatch.inputs)
+        inner = get_attr_wrapped_model(wrapped, "build_schedule_plan", return_model_obj=True)
+        with layernodes.install():
+            actual = _run(inner, microbatch)
+        assert expected.dtype is actual.dtype is torch.float32
+        assert torch.equal(actual, expected)
+
+    @pytest.mark.parametrize("mtp", [0, 1])
+    def test_attention_bias(self, mtp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """``extra_block_kwargs`` reaches the decoder's layers, and MTP's as in the plain model."""
+        monkeypatch.setattr("tests.support.modules.OwnAttention.forward", _biased(monkeypatch))
+        cell = replace(by_name("own-attention-ep1"), mtp=mtp)
+        bias = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+        found = []
+        for run in (lambda m, b: m(**b.inputs, extra_block_kwargs={"attention_bias": bias}), _with_bias(bias)):
+            model, (microbatch, *_) = make_model(cell), make_microbatches(cell)
+            output = run(model, microbatch)
+            if isinstance(output, tuple):
+                output = output[0]
+            found.append((output.detach(), {n: p.grad for n, p in model.named_parameters()}))
+        assert torch.equal(found[0][0], found[1][0])
+
+    @pytest.mark.parametrize("fused", [False, True])
+    def test_main_grad(self, fused: bool) -> None:
+        """Gradients that a trainer moves into ``main_grad`` when they arrive are the plain ones, once each."""
+        cell = by_name("mtp-tied-ep1")
+        found = []
+        for plain in (True, False):
+            model, microbatches = make_model(cell), make_microbatches(cell)
+            counts = _move_into_main_grad(model)
+            for microbatch in microbatches:
+                if plain:
+                    model(**microbatch.inputs).backward(microbatch.output_grad)
+                else:
+                    with layernodes.install():
+                        _forward_and_backward(model, microbatch)
+            found.append(({n: p.main_grad.clone() for n, p in model.named_parameters()}, counts))
+        assert found[0][1] == found[1][1]
+        assert all(torch.equal(found[0][0][name], found[1][0][name]) for name in found[0][0])
+
+
+class TestShapesOfChunks:
+    """Chunks of different length in one pass, and chunks of one decoder layer or none."""
+
+    @pytest.mark.parametrize(("forward_layers", "backward_layers"), [("MDM", "M"), ("D", "MMD"), ("M", "D")])
+    def test_pairs_of_different_length(self, forward_layers: str, backward_layers: str) -> None:
+        """The forward of one chunk runs against the backward of a shorter or longer one; each is its own plain run."""
+        cells = [replace(by_name("alltoall-moe-ep1"), layers=layers) for layers in (forward_layers, backward_layers)]
+        expected = [_plain_results(make_model(cell), make_microbatches(cell)[0]) for cell in cells]
+        models = [make_model(cell) for cell in cells]
+        first, second = (make_microbatches(cell)[0] for cell in cells)
+        with layernodes.install():
+            forward = models[0].build_schedule_plan(**first.inputs)
+            backward = models[1].build_schedule_plan(**second.inputs)
+            outputs = [type(backward).run(backward, None)]
+            outputs.insert(0, type(forward).run(forward, backward, b_grad=second.output_grad))
+            type(forward).run(None, forward, b_grad=first.output_grad)
+        for model, output, (plain_output, grads) in zip(models, outputs, expected, strict=True):
+            assert torch.equal(output, plain_output)
+            assert_equal_gradients(grads, {name: p.grad for name, p in model.named_parameters()})
+
+    @pytest.mark.parametrize("name", ["one-layer-ep1", "mtp-aux-ep1", "no-final-norm-ep1", "last-chunk-ep1"])
+    def test_no_decoder_layer(self, name: str) -> None:
+        """A chunk without decoder layers, with its final norm, with MTP: the norm is applied once."""
+        cell = by_name(name)
+        found = []
+        for plain in (True, False):
+            model, microbatch = make_model(cell), make_microbatches(cell)[0]
+            model.decoder.layers = nn.ModuleList()
+            calls = [0]
+            if model.decoder.final_layernorm is not None:
+                model.decoder.final_layernorm.register_forward_hook(lambda *_, c=calls: c.__setitem__(0, c[0] + 1))
+            if microbatch.hidden_states is not None:
+                model.set_input_tensor(microbatch.hidden_states)
+            if plain:
+                found.append((*_plain_results(model, microbatch), calls))
+                continue
+            with layernodes.install():
+                plan = model.build_schedule_plan(**microbatch.inputs)
+                output = type(plan).run(plan, None)
+                type(plan).run(None, plan, b_grad=microbatch.output_grad)
+            found.append((output.detach(), {n: p.grad for n, p in model.named_parameters()}, calls))
+        assert torch.equal(found[0][0], found[1][0])
+        assert_equal_gradients(found[0][1], found[1][1])
+        assert found[0][2] == found[1][2]
+
+
+def _plain_results(model: Any, microbatch: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
+    output = model(**microbatch.inputs)
+    output.backward(microbatch.output_grad)
+    return output.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def _biased(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from tests.support.modules import OwnAttention  # noqa: PLC0415 - the class whose method is wrapped
+
+    original = OwnAttention.forward
+
+    def forward(self: Any, *args: Any, attention_bias: Tensor | None = None, **kwargs: Any) -> Tensor:
+        output = original(self, *args, **kwargs)
+        return output if attention_bias is None else output * attention_bias.mean().exp()
+
+    return forward
+
+
+def _with_bias(bias: Tensor) -> Callable[[Any, Any], Tensor]:
+    def run(model: Any, microbatch: Any) -> Tensor:
+        with layernodes.install():
+            return _run(model, microbatch, extra_block_kwargs={"attention_bias": bias})
+
+    return run
+
+
+def _move_into_main_grad(model: Any) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+        counts[name] = 0
+
+        def move(p: Any, name: str = name) -> None:
+            counts[name] += 1
+            p.main_grad.add_(p.grad)
+            p.grad = None
+
+        parameter.register_post_accumulate_grad_hook(move)
+    return counts
+
+
+def _live() -> int:
+    return sum(issubclass(type(value), Tensor) for value in gc.get_objects())
+
+
+def _forward_and_backward(model: Any, microbatch: Any) -> list[tuple[str, Any]]:
+    """One microbatch through the plan; weak references to what passed between its slots."""
+    plan = model.build_schedule_plan(**microbatch.inputs)
+    output = type(plan).run(plan, None)
+    references: list[tuple[str, Any]] = [("output", weakref.ref(output)), ("chunk state", weakref.ref(plan.state))]
+    for i in range(plan.num_layers()):
+        layer = plan.get_layer(i)
+        references.append((f"layer state {i}", weakref.ref(layer.layer_state)))
+        for slot in ("pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine"):
+            node = getattr(layer, slot)
+            tensors = (*getattr(node, "inputs", ()), *getattr(node, "detached", ()))
+            references += [(f"{slot} {i}", weakref.ref(t)) for t in tensors]
+    type(plan).run(None, plan, b_grad=microbatch.output_grad.to(output.dtype))
+    return references
