@@ -1,10 +1,10 @@
-"""Ready-made schedules to start an optimization from, by name."""
+"""Ready-made schedules to start an optimization from, by name; some are the same steps under several names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from layernodes.plan import pairs, schedules
 from layernodes.plan.generators import EARLY_RELEASE_ORDER, MEGATRON_ORDER, backward_steps, forward_steps
@@ -15,6 +15,10 @@ from layernodes.plan.wgrad import WgradPlace, place_wgrad
 from layernodes.slots import Phase
 
 _ORDERS = {"combined_1f1b": MEGATRON_ORDER, "combined_1f1b early_release": EARLY_RELEASE_ORDER}
+
+
+NUM_WELL_KNOWN: Final = 5
+"""How many of the built-in candidates, which come first, an optimization always judges: serial and Megatron-Core's."""
 
 
 class Candidate(NamedTuple):
@@ -33,9 +37,10 @@ def built_in_candidates(shape: ChunkShape, num_microbatches: int, *, trains: boo
             )
         return
     plain = [("serial", schedules.serial(shape, num_microbatches).steps)]
-    for name, order in _ORDERS.items():
-        steps = schedules.combined_1f1b(shape, num_microbatches, order=order, megatron_wgrad=True).steps
-        plain.append((name, steps))
+    for megatron_wgrad in (False, True):
+        for name, order in _ORDERS.items():
+            built = schedules.combined_1f1b(shape, num_microbatches, order=order, megatron_wgrad=megatron_wgrad)
+            plain.append((name + megatron_wgrad * " megatron_wgrad", built.steps))
     for group in (2, 3):
         steps = schedules.forward_forward(shape, num_microbatches, group=group).steps
         plain.append((f"forward_forward group={group}", steps))
@@ -50,9 +55,10 @@ def built_in_pair_candidates(
 ) -> Iterator[Candidate]:
     """The built-in pairs, and the backward before the forward, which holds the fewest activations."""
     plain = [("serial", pairs.serial(forward_shape, backward_shape).steps)]
-    for name, order in _ORDERS.items():
-        steps = pairs.combined_1f1b(forward_shape, backward_shape, order=order, megatron_wgrad=True).steps
-        plain.append((name, steps))
+    for megatron_wgrad in (False, True):
+        for name, order in _ORDERS.items():
+            pair = pairs.combined_1f1b(forward_shape, backward_shape, order=order, megatron_wgrad=megatron_wgrad)
+            plain.append((name + megatron_wgrad * " megatron_wgrad", pair.steps))
     backward = () if backward_shape is None else backward_steps(backward_shape, 1)
     forward = () if forward_shape is None else forward_steps(forward_shape, 0)
     plain.append(("backward first", (*backward, *forward)))
@@ -75,6 +81,29 @@ def repeated_turn(shape: ChunkShape, num_microbatches: int, turn: PairSchedule) 
         backward_steps(shape, last),
     )
     return Candidate("the best pair, repeated", tuple(steps))
+
+
+def repeated_turn_between_pairs(
+    shape: ChunkShape, num_microbatches: int, turn: PairSchedule, start: Schedule
+) -> Iterator[Candidate]:
+    """The same with two microbatches ahead: the first two forwards run together, and the last two backwards.
+
+    Args:
+        shape: the chunk's shape.
+        num_microbatches: at least 2.
+        turn: the pair.
+        start: the forwards of microbatches 0 and 1.
+    """
+    last = num_microbatches - 2
+    turns = [
+        Step(step.phase, m + 2 if step.phase is Phase.F else m, step.layer, step.slot)
+        for m in range(last)
+        for step in turn
+    ]
+    ending = [step for step in schedules.forward_forward(shape, 2) if step.phase is not Phase.F]
+    for place in (WgradPlace.AFTER_B, WgradPlace.NEXT_COMM):
+        placed = Schedule(place_wgrad(ending, forward_shape=shape, backward_shape=shape, place=place)).shift(last)
+        yield Candidate(f"the best pair, repeated two ahead, last W {place}", (*start, *turns, *placed))
 
 
 def repeated_group(shape: ChunkShape, num_microbatches: int, group: Schedule) -> Candidate:

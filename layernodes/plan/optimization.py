@@ -177,7 +177,11 @@ class Optimization[S: (Schedule, PairSchedule)]:
         for index, candidate in enumerate(candidates):
             if index >= at_least and (self.is_optimal or self._effort.is_over):
                 return
-            makespan = self._judge(candidate.name, tuple(candidate.steps))
+            steps = tuple(candidate.steps)
+            if steps in self._seen:
+                continue
+            self._seen.add(steps)
+            makespan = self._judge(candidate.name, steps)
             if makespan is not None:
                 self._candidates[candidate.name] = makespan
 

@@ -22,14 +22,12 @@ import time
 from collections.abc import Callable
 
 from layernodes.errors import ScheduleError
-from layernodes.plan import candidates
+from layernodes.plan import candidates, schedules
 from layernodes.plan.costs import CostModel
 from layernodes.plan.optimization import MAX_STATES, Effort, Optimization, Optimized, Progress
 from layernodes.plan.rules import Mode, Rules
 from layernodes.plan.schedule import PairSchedule, Schedule
 from layernodes.plan.shape import ChunkShape
-
-_WELL_KNOWN = 3
 
 
 def optimize(
@@ -109,7 +107,9 @@ def optimize_with_report(
     rules = Rules.of(shape, num_microbatches, mode)
     trains = rules.mode is Mode.TRAIN
     run = Optimization(Schedule, rules, costs, effort)
-    run.consider(candidates.built_in_candidates(shape, num_microbatches, trains=trains), at_least=_WELL_KNOWN)
+    run.consider(
+        candidates.built_in_candidates(shape, num_microbatches, trains=trains), at_least=candidates.NUM_WELL_KNOWN
+    )
     if trains and num_microbatches > 2 and not run.is_optimal:
         run.consider(_repeated(shape, costs, num_microbatches, effort))
     run.search()
@@ -136,7 +136,7 @@ def optimize_pair_with_report(
     """
     effort = _effort(memory_limit, time_limit, max_states, progress)
     run = Optimization(PairSchedule, Rules.of_pair(forward_shape, backward_shape), costs, effort)
-    run.consider(candidates.built_in_pair_candidates(forward_shape, backward_shape), at_least=_WELL_KNOWN)
+    run.consider(candidates.built_in_pair_candidates(forward_shape, backward_shape), at_least=candidates.NUM_WELL_KNOWN)
     run.search()
     return run.report()
 
@@ -151,6 +151,8 @@ def _repeated(shape: ChunkShape, costs: CostModel, num_microbatches: int, effort
         shape, shape, costs, time_limit=None if left is None else left / 4, max_states=max_states
     )
     found.append(candidates.repeated_turn(shape, num_microbatches, pair.schedule))
+    start = schedules.forward_only(shape, 2, group=2)
+    found += candidates.repeated_turn_between_pairs(shape, num_microbatches, pair.schedule, start)
     try:
         group = optimize_with_report(
             shape,

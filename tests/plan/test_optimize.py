@@ -234,7 +234,7 @@ def test_many_microbatches() -> None:
     found = optimize_with_report(shape, costs, num_microbatches=9, max_states=20_000)
     validate(found.schedule, shape, num_microbatches=9)
     assert found.gap < 0.05
-    assert {"the best pair, repeated", "the best group of two, repeated"} <= found.candidates.keys()
+    assert "the best group of two, repeated" in found.candidates
 
 
 def test_forward_only_and_empty() -> None:
