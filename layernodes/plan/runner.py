@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Any, Final, Self, final
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ from layernodes.plan.timeline import Interval, Timeline
 from layernodes.plan.validate import check
 from layernodes.slots import Phase
 from layernodes.streams import DeviceStreams, InlineStreams, Spans, Streams, ThreadStreams
+
+_MAX_COMPILED: Final = 32
 
 StepCallback = Callable[[Step], None]
 
@@ -236,7 +238,7 @@ class Runner:
             check(schedule.steps, rules)
             program = compile_steps(schedule.steps, rules, [chunk] * num_microbatches)
             text = f"{mode} {num_microbatches}\n{schedule}"
-            compiled = self._compiled[key] = _Compiled(program, fingerprint(text), (schedule, chunk))
+            compiled = self._keep(key, _Compiled(program, fingerprint(text), (schedule, chunk)))
         return compiled
 
     def _compile_pair(self, schedule: PairSchedule, forward: ChunkPlan | None, backward: ChunkPlan | None) -> _Compiled:
@@ -248,9 +250,14 @@ class Runner:
             )
             check(schedule.steps, rules)
             program = compile_steps(schedule.steps, rules, [forward, backward])
-            compiled = self._compiled[key] = _Compiled(
-                program, fingerprint(f"pair\n{schedule}"), (schedule, forward, backward)
-            )
+            sources = (schedule, forward, backward)
+            compiled = self._keep(key, _Compiled(program, fingerprint(f"pair\n{schedule}"), sources))
+        return compiled
+
+    def _keep(self, key: tuple[int, ...], compiled: _Compiled) -> _Compiled:
+        if len(self._compiled) == _MAX_COMPILED:  # a trainer may make a new schedule for every step
+            del self._compiled[next(iter(self._compiled))]
+        self._compiled[key] = compiled
         return compiled
 
 
