@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Any, Final, Self, final
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ from layernodes.plan.timeline import Interval, Timeline
 from layernodes.plan.validate import check
 from layernodes.slots import Phase
 from layernodes.streams import DeviceStreams, InlineStreams, Spans, Streams, ThreadStreams
+
+_MAX_COMPILED: Final = 256
 
 
 class StreamKind(StrEnum):
@@ -255,7 +257,7 @@ class Runner:
             check(schedule.steps, rules)
             program = compile_steps(schedule.steps, rules, [chunk] * num_microbatches)
             text = f"{mode} {num_microbatches}\n{schedule}"
-            compiled = self._compiled[key] = _Compiled(program, fingerprint(text), (schedule, chunk))
+            compiled = self._keep(key, _Compiled(program, fingerprint(text), (schedule, chunk)))
         return compiled
 
     def _compile_pair(
@@ -274,9 +276,14 @@ class Runner:
             check(schedule.steps, rules)
             lanes = {call: self._lane_of(call) for call in calls}
             program = compile_steps(schedule.steps, rules, [forward, backward], lanes)
-            compiled = self._compiled[key] = _Compiled(
-                program, fingerprint(f"pair\n{schedule}"), (schedule, forward, backward)
-            )
+            sources = (schedule, forward, backward)
+            compiled = self._keep(key, _Compiled(program, fingerprint(f"pair\n{schedule}"), sources))
+        return compiled
+
+    def _keep(self, key: tuple[Hashable, ...], compiled: _Compiled) -> _Compiled:
+        if len(self._compiled) == _MAX_COMPILED:  # a trainer may make a new schedule for every step
+            del self._compiled[next(iter(self._compiled))]
+        self._compiled[key] = compiled
         return compiled
 
     def _lane_of(self, call: Call) -> int:

@@ -102,6 +102,18 @@ def test_a_thousand_runs_leave_nothing(streams: str) -> None:
         assert _live() == before
 
 
+def test_new_schedules_do_not_pile_up() -> None:
+    """A runner given a new schedule every time keeps a few of them only."""
+    chunk, batches = toy.chunk_of(toy.toys(1)), toy.inputs(1)
+    with Runner(streams="inline") as runner, _without_collection():
+        for _ in range(40):
+            runner.run(schedules.serial(chunk.shape, 1), chunk, batches)
+        before = _live()
+        for _ in range(40):
+            runner.run(schedules.serial(chunk.shape, 1), chunk, batches)
+        assert _live() == before
+
+
 @pytest.mark.parametrize("streams", ["inline", "threads"])
 @pytest.mark.parametrize("name", ["alltoall-shared-ep1", "mtp-tied-ep1", "recompute-all-ep1", "allgather-aux-ep1"])
 def test_megatron_runs_leave_nothing(name: str, streams: str) -> None:

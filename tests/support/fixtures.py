@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 import layernodes
 from tests.support.deepep import emulated_backends
@@ -25,3 +27,5 @@ def megatron_world() -> Iterator[None]:
     with layernodes.cpu_host(), single_process_world(), emulated_backends():
         yield
     get_cuda_rng_tracker().reset()
+    get_moe_metrics_tracker().metrics.clear()
+    MTPLossLoggingHelper.tracker.clear()
