@@ -23,7 +23,7 @@ def on_processes(world_size: int, function: str, *arguments: Any, timeout: float
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "work.pickle").write_bytes(pickle.dumps((function, arguments)))
+        (folder / "work.pickle").write_bytes(pickle.dumps((function, arguments, timeout)))
         workers = [_start(rank, world_size, folder) for rank in range(world_size)]
         try:
             deadline = time.monotonic() + timeout
@@ -66,12 +66,14 @@ def _work(rank: int, world_size: int, folder: Path) -> None:
     from tests.support.world import process_group  # noqa: PLC0415
 
     faulthandler.enable()
-    faulthandler.dump_traceback_later(60, repeat=True)
-    function, arguments = pickle.loads((folder / "work.pickle").read_bytes())
+    function, arguments, timeout = pickle.loads((folder / "work.pickle").read_bytes())
+    # Where it hangs; not earlier, since walking the frames of threads that run can end in a segmentation fault.
+    faulthandler.dump_traceback_later(0.95 * timeout)
     module, _, name = function.partition(":")
     call = getattr(importlib.import_module(module), name)
     with cpu_host(), process_group(rank, world_size, folder / "store"):
         result = call(*arguments)
+    faulthandler.cancel_dump_traceback_later()
     (folder / f"result{rank}").write_bytes(pickle.dumps(result))
 
 
