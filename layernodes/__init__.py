@@ -5,62 +5,146 @@ The public names; see the README for where to begin.
 
 from __future__ import annotations
 
-from layernodes.cpu import CpuHost, cpu_host
-from layernodes.errors import (
-    BatchError,
-    ConfigViolation,
-    LayerNodesError,
-    NodeDefinitionError,
-    NodeStateError,
-    OptionError,
-    PlanError,
-    RankMismatchError,
-    ScheduleError,
-    ScheduleParseError,
-    StepError,
-    StreamOrderError,
-    UnsupportedLayerError,
-    Violation,
-)
-from layernodes.megatron import (
-    Installation,
-    build_layer_callables,
-    build_mtp_layer_callables,
-    build_transformer_layer_callables,
-    get_layer_moe_metadata,
-    install,
-)
-from layernodes.nodes import (
-    CombineExchangeNode,
-    CombineNode,
-    DispatchNode,
-    ExpertNode,
-    MTPPostNode,
-    PostCombineNode,
-    PreDispatchNode,
-    ScheduleNode,
-    WgradHook,
-)
-from layernodes.plan import pairs, schedules
-from layernodes.plan.chunk_plan import ChunkPlan
-from layernodes.plan.chunk_run import ChunkRun
-from layernodes.plan.describe import LayerDescription, NodeDescription
-from layernodes.plan.generators import backward_steps, forward_steps, interleave, pair_steps
-from layernodes.plan.layer_hooks import LayerHooks
-from layernodes.plan.layer_plan import ForwardFuncs, LayerPlan
-from layernodes.plan.recording import Record, RecordingStreams, RecordKind
-from layernodes.plan.rng import RngMode
-from layernodes.plan.runner import Runner, RunResult, StreamKind
-from layernodes.plan.schedule import PairSchedule, Schedule
-from layernodes.plan.shape import ChunkShape, LayerShape, SlotShape
-from layernodes.plan.step import Step
-from layernodes.plan.timeline import Interval, Timeline
-from layernodes.plan.validate import validate, validate_pair
-from layernodes.slots import MEGATRON_SLOTS, ExtraSlot, Phase, Slot, StreamType
-from layernodes.state import Handoffs, NodeContext
-from layernodes.wgrad import WgradStore
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from layernodes.cpu import CpuHost, cpu_host
+    from layernodes.errors import (
+        BatchError,
+        ConfigViolation,
+        CostError,
+        LayerNodesError,
+        MissingExtraError,
+        NodeDefinitionError,
+        NodeStateError,
+        OptionError,
+        PlanError,
+        RankMismatchError,
+        ScheduleError,
+        ScheduleParseError,
+        StepError,
+        StreamOrderError,
+        UnsupportedLayerError,
+        Violation,
+    )
+    from layernodes.megatron import (
+        Installation,
+        build_layer_callables,
+        build_mtp_layer_callables,
+        build_transformer_layer_callables,
+        get_layer_moe_metadata,
+        install,
+    )
+    from layernodes.nodes import (
+        CombineExchangeNode,
+        CombineNode,
+        DispatchNode,
+        ExpertNode,
+        MTPPostNode,
+        PostCombineNode,
+        PreDispatchNode,
+        ScheduleNode,
+        WgradHook,
+    )
+    from layernodes.plan import pairs, schedules
+    from layernodes.plan.chunk_plan import ChunkPlan
+    from layernodes.plan.chunk_run import ChunkRun
+    from layernodes.plan.costs import CostModel, SlotCost
+    from layernodes.plan.describe import LayerDescription, NodeDescription
+    from layernodes.plan.generators import backward_steps, forward_steps, interleave, pair_steps
+    from layernodes.plan.layer_hooks import LayerHooks
+    from layernodes.plan.layer_plan import ForwardFuncs, LayerPlan
+    from layernodes.plan.optimize import optimize, optimize_pair
+    from layernodes.plan.presets import preset
+    from layernodes.plan.recording import Record, RecordingStreams, RecordKind
+    from layernodes.plan.rng import RngMode
+    from layernodes.plan.runner import Runner, RunResult, StreamKind
+    from layernodes.plan.schedule import PairSchedule, Schedule
+    from layernodes.plan.shape import ChunkShape, LayerShape, SlotShape
+    from layernodes.plan.simulate import simulate
+    from layernodes.plan.step import Step
+    from layernodes.plan.timeline import Interval, Timeline
+    from layernodes.plan.validate import validate, validate_pair
+    from layernodes.slots import MEGATRON_SLOTS, ExtraSlot, Phase, Slot, StreamType
+    from layernodes.state import Handoffs, NodeContext
+    from layernodes.wgrad import WgradStore
+
+_NAMES: Final = {
+    "layernodes.cpu": ("CpuHost", "cpu_host"),
+    "layernodes.errors": (
+        "BatchError",
+        "ConfigViolation",
+        "CostError",
+        "MissingExtraError",
+        "LayerNodesError",
+        "NodeDefinitionError",
+        "NodeStateError",
+        "OptionError",
+        "PlanError",
+        "RankMismatchError",
+        "ScheduleError",
+        "ScheduleParseError",
+        "StepError",
+        "StreamOrderError",
+        "UnsupportedLayerError",
+        "Violation",
+    ),
+    "layernodes.megatron": (
+        "Installation",
+        "build_layer_callables",
+        "build_mtp_layer_callables",
+        "build_transformer_layer_callables",
+        "get_layer_moe_metadata",
+        "install",
+    ),
+    "layernodes.nodes": (
+        "CombineExchangeNode",
+        "CombineNode",
+        "DispatchNode",
+        "ExpertNode",
+        "MTPPostNode",
+        "PostCombineNode",
+        "PreDispatchNode",
+        "ScheduleNode",
+        "WgradHook",
+    ),
+    "layernodes.plan": ("pairs", "schedules"),
+    "layernodes.plan.chunk_plan": ("ChunkPlan",),
+    "layernodes.plan.chunk_run": ("ChunkRun",),
+    "layernodes.plan.costs": ("CostModel", "SlotCost"),
+    "layernodes.plan.simulate": ("simulate",),
+    "layernodes.plan.optimize": ("optimize", "optimize_pair"),
+    "layernodes.plan.presets": ("preset",),
+    "layernodes.plan.describe": ("LayerDescription", "NodeDescription"),
+    "layernodes.plan.generators": ("backward_steps", "forward_steps", "interleave", "pair_steps"),
+    "layernodes.plan.layer_hooks": ("LayerHooks",),
+    "layernodes.plan.layer_plan": ("ForwardFuncs", "LayerPlan"),
+    "layernodes.plan.recording": ("Record", "RecordingStreams", "RecordKind"),
+    "layernodes.plan.rng": ("RngMode",),
+    "layernodes.plan.runner": ("Runner", "RunResult", "StreamKind"),
+    "layernodes.plan.schedule": ("PairSchedule", "Schedule"),
+    "layernodes.plan.shape": ("ChunkShape", "LayerShape", "SlotShape"),
+    "layernodes.plan.step": ("Step",),
+    "layernodes.plan.timeline": ("Interval", "Timeline"),
+    "layernodes.plan.validate": ("validate", "validate_pair"),
+    "layernodes.slots": ("MEGATRON_SLOTS", "ExtraSlot", "Phase", "Slot", "StreamType"),
+    "layernodes.state": ("Handoffs", "NodeContext"),
+    "layernodes.wgrad": ("WgradStore",),
+}
+"""The public names by module; a module is imported with its first name, so that schedules, as data, need no torch."""
+
+_HOME: Final = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
+    "CostModel",
+    "SlotCost",
+    "simulate",
+    "optimize",
+    "optimize_pair",
+    "preset",
+    "CostError",
+    "MissingExtraError",
     "MEGATRON_SLOTS",
     "BatchError",
     "ChunkPlan",
@@ -131,3 +215,25 @@ __all__ = [
     "validate",
     "validate_pair",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = _look_up(_HOME[name], name)
+        globals()[name] = value
+        return value
+    try:
+        return importlib.import_module(f"layernodes.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"layernodes.{name}":
+            raise
+        raise AttributeError(f"module 'layernodes' has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _look_up(module: str, name: str) -> Any:
+    home = importlib.import_module(module)
+    return getattr(home, name) if hasattr(home, name) else importlib.import_module(f"{module}.{name}")
