@@ -19,8 +19,6 @@ _ORDERED: tuple[str, ...] = (
     "linear-bias",
     "expert-bias-padding",
 )
-# The all-gather dispatcher of a tensor-parallel group gathers into a buffer that both lanes use.
-_ORDERED += ("etp1-allgather", "etp2-allgather")
 
 
 def _values(outcomes: list[Outcome]) -> list[Any]:
