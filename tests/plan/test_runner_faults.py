@@ -14,7 +14,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
-from layernodes import Runner, Slot, Step, StepError, schedules
+from layernodes import ChunkPlan, LayerPlan, Runner, Slot, Step, StepError, schedules
 from tests.support import toy
 from tests.support.configs import by_name
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
@@ -68,6 +68,48 @@ def test_an_exception_at_every_kind_of_step(phase: str, slot: Slot, streams: str
             layer.zero_grad()
             layer.fuse.error = RuntimeError  # would tell a second failure from the first
         wanted = Step.parse("F9.none")
+        result = runner.run(schedule, chunk, batches)
+    for found, expected in ((result.outputs, outputs), (result.input_grads, input_grads)):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))  # type: ignore[arg-type]
+    parameters = [p.grad for layer in layers for p in layer.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(parameters, toy.summed(grads, [0, 1, 2]), strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("streams", STREAMS)
+@pytest.mark.parametrize("place", ["next_comm", "end"])
+@pytest.mark.parametrize("slot", [Slot.PRE_DISPATCH_COMPUTATION, Slot.MLP])
+def test_an_exception_in_a_weight_gradient(slot: Slot, place: str, streams: str) -> None:
+    """The same of ``W``: nothing is left pending, no later weight gets a gradient, and the chunk serves on."""
+    layers, batches = toy.toys(), toy.inputs()
+    chunk = ChunkPlan.of([LayerPlan.build(layer, nodes=toy.NODES, wgrad="auto") for layer in layers])
+    schedule = schedules.deferred(schedules.combined_1f1b(chunk.shape, 3), chunk.shape, place)
+    wanted = Step.parse(f"W1.L1.{slot.value}")
+    texts = [str(step) for step in schedule]
+    assert str(wanted) in texts
+    outputs, input_grads, grads = toy.plain(layers, batches)
+    linear = layers[1].first if slot is Slot.PRE_DISPATCH_COMPUTATION else layers[1].second
+    running: dict[int, Step] = {}  # by thread
+
+    def planted(_: Tensor) -> None:
+        if running[threading.get_ident()] == wanted:
+            raise ValueError("planted")
+
+    handle = linear.weight.register_post_accumulate_grad_hook(planted)
+
+    def note(step: Step) -> None:
+        running[threading.get_ident()] = step
+
+    with Runner(streams=streams, before_step=note) as runner:
+        with pytest.raises(StepError, match="planted") as caught:
+            runner.run(schedule, chunk, batches)
+        error = caught.value
+        assert (error.step, error.layer, error.microbatch) == (str(wanted), 1, 1)
+        assert isinstance(error.__cause__, ValueError)
+        if streams == "inline":
+            assert list(error.completed) == texts[: texts.index(str(wanted))]
+        handle.remove()
+        for layer in layers:
+            layer.zero_grad()
         result = runner.run(schedule, chunk, batches)
     for found, expected in ((result.outputs, outputs), (result.input_grads, input_grads)):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))  # type: ignore[arg-type]
