@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from layernodes import _cpu_device as device
-from layernodes.errors import NodeStateError
+from layernodes.errors import NodeStateError, UnsupportedLayerError
 from layernodes.quiet import quiet_import
 
 with quiet_import():
@@ -271,7 +271,12 @@ class HostLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         if parallel_mode != self.supported_parallel_mode:
-            raise NotImplementedError(f"parallel_mode {parallel_mode!r}: only 'duplicated' runs on the CPU host")
+            raise UnsupportedLayerError(
+                f"a linear with parallel_mode={parallel_mode!r}: the CPU host has Transformer Engine's linear "
+                f"with {self.supported_parallel_mode!r} only; use ColumnParallelLinear or RowParallelLinear",
+                field="parallel_mode",
+                value=parallel_mode,
+            )
         self.skip_bias_add = skip_bias_add
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
         self.bias = torch.nn.Parameter(torch.zeros(output_size, dtype=config.params_dtype)) if bias else None

@@ -41,6 +41,7 @@ _PRODUCTS: frozenset[Any] = frozenset(
         *(function for function in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if function),
     }
 )
+# torch's stubs call T and mT tensors; on the class they are the descriptors that a function mode is given.
 _TRANSPOSES: frozenset[Any] = frozenset(
     {torch.t, torch.transpose, Tensor.t, Tensor.transpose, Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
 )
@@ -183,7 +184,12 @@ class _Product:
     ) -> None:
         self._func, self._args, self._kwargs, self.operand = func, args, kwargs, operand
         self.tensors: list[Tensor] = []
-        self._map(lambda tensor: self.tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+
+        def note(tensor: Tensor) -> Tensor:
+            self.tensors.append(tensor)
+            return tensor
+
+        self._map(note)
 
     def record(self) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Result, weight leaf, and the leaves of the other operands that require grad."""

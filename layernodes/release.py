@@ -42,7 +42,7 @@ def num_storage_holders(tensor: Tensor) -> int:
 
 def num_tensor_holders(tensor: Tensor) -> int:
     """How many owners (its Python object, autograd's saved variables, an accumulation node) hold this very tensor."""
-    return int(tensor._use_count())  # type: ignore[attr-defined]
+    return int(tensor._use_count())  # type: ignore[attr-defined]  # a C++ method that torch's stubs leave out
 
 
 def is_sole_holder(tensor: Tensor) -> bool:
@@ -60,9 +60,7 @@ def may_release(outer: Tensor, inner: Tensor) -> bool:
         return False
     most = 2 if inner.requires_grad else 1  # an input that the slot did not use has no accumulation node
     return bool(
-        outer._use_count() == 1  # type: ignore[attr-defined]
-        and inner._use_count() <= most  # type: ignore[attr-defined]
-        and num_storage_holders(outer) == 2
+        num_tensor_holders(outer) == 1 and num_tensor_holders(inner) <= most and num_storage_holders(outer) == 2
     )
 
 
@@ -89,7 +87,7 @@ def _may_release_input(outer: Tensor, inners: Sequence[object], i: int) -> bool:
     inner = inners[i]
     if not isinstance(inner, Tensor) or not may_release(outer, inner):
         return False
-    expected = _references_of_leaf() if inner._use_count() > 1 else 1  # type: ignore[attr-defined]
+    expected = _references_of_leaf() if num_tensor_holders(inner) > 1 else 1
     del inner  # one reference fewer to account for
     return sys.getrefcount(inners[i]) - _LOOKING_AT_ITEM == expected
 

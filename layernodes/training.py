@@ -234,7 +234,7 @@ class TrainingSchedule:
 
 
 @final
-class ChunkSchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]
+class ChunkSchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]  # Megatron-Core has no type information
     """One microbatch on one chunk, as Megatron-Core's trainer sees it.
 
     Attributes:

@@ -15,8 +15,8 @@ from megatron.core.transformer.moe import moe_layer, moe_utils, shared_experts, 
 
 import layernodes.cpu
 from layernodes._cpu_device import share_storage
-from layernodes.cpu import cpu_host
-from layernodes.errors import NodeStateError
+from layernodes.cpu import HostLinear, cpu_host
+from layernodes.errors import NodeStateError, UnsupportedLayerError
 from tests.support.build import make_microbatches, make_model
 from tests.support.compare import run_cell
 from tests.support.configs import CELLS, Cell, by_name
@@ -323,3 +323,18 @@ def test_cells_are_named_apart() -> None:
     """Names identify cells, and no cell needs more than two ranks."""
     assert len({cell.name for cell in CELLS}) == len(CELLS)
     assert all(isinstance(cell, Cell) and cell.world_size <= 2 for cell in CELLS)
+
+
+def test_a_parallel_linear_of_transformer_engine_is_refused() -> None:
+    """The stand-in for latent projections says what it has and what to use where another is asked for."""
+    with pytest.raises(UnsupportedLayerError, match="parallel_mode='column'.*'duplicated' only; use Column") as caught:
+        HostLinear(
+            4,
+            4,
+            parallel_mode="column",
+            config=None,
+            init_method=torch.nn.init.zeros_,
+            bias=False,
+            skip_bias_add=False,
+        )
+    assert (caught.value.field, caught.value.value) == ("parallel_mode", "column")

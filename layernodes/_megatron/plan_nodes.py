@@ -71,7 +71,7 @@ class _Backward:
         return shared_gradients_of(chunk_state).standing_in(sites)
 
 
-class ProvingLayerNode(_Backward, TransformerLayerNode):  # type: ignore[misc]
+class ProvingLayerNode(_Backward, TransformerLayerNode):  # type: ignore[misc]  # Megatron-Core has no type information
     """One slot of one layer and microbatch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -110,7 +110,7 @@ class ProvingLayerNode(_Backward, TransformerLayerNode):  # type: ignore[misc]
         return output
 
 
-class ChunkPreProcessNode(_Backward, PreProcessNode):  # type: ignore[misc]
+class ChunkPreProcessNode(_Backward, PreProcessNode):  # type: ignore[misc]  # Megatron-Core has no type information
     """The chunk's pre-process."""
 
     def _forward(self, *inputs: Any) -> Any:
@@ -125,7 +125,7 @@ class ChunkPreProcessNode(_Backward, PreProcessNode):  # type: ignore[misc]
         )
 
 
-class ChunkPostProcessNode(_Backward, PostProcessNode):  # type: ignore[misc]
+class ChunkPostProcessNode(_Backward, PostProcessNode):  # type: ignore[misc]  # Megatron-Core has no type information
     """The chunk's post-process: logits or loss."""
 
     def _forward(self, *inputs: Any) -> Any:

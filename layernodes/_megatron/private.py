@@ -35,7 +35,7 @@ def view_of[T](shared: T, **submodules: Any) -> T:
     return view
 
 
-class PrivateAllGatherDispatcher(MoEAllGatherTokenDispatcher):  # type: ignore[misc]
+class PrivateAllGatherDispatcher(MoEAllGatherTokenDispatcher):  # type: ignore[misc]  # Megatron-Core has no type information
     """An all-gather dispatcher that gathers tokens into a tensor of their own.
 
     Megatron-Core's gathers them into a buffer of the whole process, and their gradients too, where another microbatch,

@@ -111,4 +111,4 @@ def autocast_context(model: Any) -> AbstractContextManager[Any]:
 
 def new_event() -> Any:
     """The event that Megatron-Core's loss node synchronizes on."""
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves its __new__ untyped

@@ -64,6 +64,7 @@ class CollectiveWatch:
                         )
 
     def _sequence_numbers(self) -> list[int]:
+        # A method of the C++ class that torch's stubs leave out.
         return [int(group._get_sequence_number_for_group()) for group in self._groups]  # type: ignore[attr-defined]
 
 

@@ -169,8 +169,9 @@ class LayerPlan:
     def forward_funcs(self) -> ForwardFuncs:
         """The five callables that Megatron-Core's schedule plan expects.
 
-        Those of dispatch and combine exist for a dense layer too, and raise NotImplementedError when called, as
-        Megatron-Core's do. ``post_combine`` is fused into ``moe_combine``.
+        Those of dispatch and combine exist for a dense layer too, which has neither: called by mistake, they raise, as
+        Megatron-Core's do, by the same type, which its callers may catch.
+        ``post_combine`` is fused into ``moe_combine``.
         """
         own: dict[Slot, list[ScheduleNode]] = {}
         current = Slot.PRE_DISPATCH_COMPUTATION
@@ -178,7 +179,7 @@ class LayerPlan:
             if isinstance(slot, Slot) and slot is not Slot.POST_COMBINE:
                 current = slot
             own.setdefault(current, []).append(node)
-        callables = {slot: nodes[0] if len(nodes) == 1 else _fused(nodes) for slot, nodes in own.items()}
+        callables = {slot: nodes[0] if len(nodes) == 1 else _Fused(nodes) for slot, nodes in own.items()}
         required = {
             slot.value: callables.get(slot) or _not_implemented(slot, self.layer)
             for slot in MEGATRON_SLOTS
@@ -276,25 +277,28 @@ def _check_handoffs(nodes: Mapping[SlotKey, ScheduleNode]) -> None:
 
 def _not_implemented(slot: Slot, layer: Module) -> Callable[..., Any]:
     def raise_not_implemented(*_: object) -> None:
+        # The type that Megatron-Core's callables of a dense layer raise: part of the contract, not work left undone.
         raise NotImplementedError(f"this {type(layer).__name__} has no {slot.value}; a dense layer skips it")
 
     return raise_not_implemented
 
 
-def _fused(nodes: list[ScheduleNode]) -> Callable[..., Any]:
-    written = {name for node in nodes for name in node._writes}
-    internal = frozenset(name for node in nodes for name in node._reads if name in written)
+class _Fused:
+    """Nodes that a caller runs as one: extra slots, and post-combine work, behind the slot that they follow."""
 
-    def run_in_order(ctx: Any, *inputs: Any) -> Any:
-        if caller_frees_input(ctx) and any(node.keeps_input() for node in nodes):
+    def __init__(self, nodes: list[ScheduleNode]) -> None:
+        written = {name for node in nodes for name in node._writes}
+        self._nodes = nodes
+        self._internal = frozenset(name for node in nodes for name in node._reads if name in written)
+        self.wgrad_parameters = [p for node in nodes for p in node.wgrad_parameters]
+
+    def __call__(self, ctx: Any, *inputs: Any) -> Any:
+        if caller_frees_input(ctx) and any(node.keeps_input() for node in self._nodes):
             inputs = copied(inputs)
-        for node in nodes:
-            outputs = node(FusedContext(ctx, internal, is_first=node is nodes[0]), *inputs)
+        for node in self._nodes:
+            outputs = node(FusedContext(ctx, self._internal, is_first=node is self._nodes[0]), *inputs)
             inputs = outputs if isinstance(outputs, tuple) else (outputs,)
         return owned(outputs) if caller_frees_output(ctx) else outputs
-
-    run_in_order.wgrad_parameters = [p for node in nodes for p in node.wgrad_parameters]  # type: ignore[attr-defined]
-    return run_in_order
 
 
 def _root_of(extra: ExtraSlot, among: Mapping[SlotKey, object]) -> Slot:

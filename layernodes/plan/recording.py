@@ -153,7 +153,7 @@ class _Storage:
 
     def __init__(self, number: int, tensor: Tensor, maker: _Mark | None, made_by: str) -> None:
         self.number = number
-        self.ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self.ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # untyped in torch
         self.name = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} {made_by}"
         self.maker = maker
         self.writer = maker
@@ -164,11 +164,11 @@ class _Storage:
 
 
 @final
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__ is untyped in torch
     """Sees every operation of the current step; is its lane, too."""
 
     def __init__(self, records: list[Record]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._records = records
         self._storages: dict[int, _Storage] = {}
         self._count = 0
@@ -193,7 +193,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     if storage is not None:
                         storage.maker = None  # it outlives the step, and hooks may read it
         for key, storage in list(self._storages.items()):
-            if storage.ref.expired():  # type: ignore[no-untyped-call]
+            if storage.ref.expired():  # type: ignore[no-untyped-call]  # untyped in torch
                 del self._storages[key]
                 if storage.maker is not None and storage.released_by is None:
                     self._freed[storage.maker.op.lane].append(storage)
@@ -224,7 +224,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._freed[storage.maker.op.lane].append(storage)
         self._paused = True
         try:
-            tensor.untyped_storage().fill_(_POISON)  # type: ignore[attr-defined]
+            tensor.untyped_storage().fill_(_POISON)  # type: ignore[attr-defined]  # not in torch's stubs
         finally:
             self._paused = False
 
