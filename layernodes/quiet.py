@@ -1,21 +1,17 @@
-"""Importing Megatron-Core without its remarks on what is not installed."""
+"""Megatron-Core without its remarks on what is not installed, or not to its taste."""
 
 from __future__ import annotations
 
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 
 @contextmanager
-def quiet_import() -> Iterator[None]:
-    """Import under it what warns of each optional package that is missing (Transformer Engine, Apex, absl).
-
-    A program that turns warnings into errors could not import it otherwise. torch's extension builder, which
-    Megatron-Core imports, logs where it finds a CUDA toolkit but no GPU.
-    """
-    logger = logging.getLogger("torch.utils.cpp_extension")
+def quiet(logger_name: str) -> Iterator[None]:
+    """No warnings, and of one logger errors only."""
+    logger = logging.getLogger(logger_name)
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
@@ -24,3 +20,12 @@ def quiet_import() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+def quiet_import() -> AbstractContextManager[None]:
+    """Import under it what warns of each optional package that is missing (Transformer Engine, Apex, absl).
+
+    A program that turns warnings into errors could not import it otherwise. torch's extension builder, which
+    Megatron-Core imports, logs where it finds a CUDA toolkit but no GPU.
+    """
+    return quiet("torch.utils.cpp_extension")

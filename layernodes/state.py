@@ -6,7 +6,7 @@ attribute. Here the same object carries one ``Handoffs``, and nothing else of ou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import UnionType
 from typing import Protocol, final, runtime_checkable
 
@@ -135,12 +135,17 @@ class Handoffs:
 
 def handoffs_of(state: object) -> Handoffs:
     """The handoffs that ``state`` carries, made on first use."""
+    return carried(state, _HANDOFFS, Handoffs)
+
+
+def carried[T](state: object, name: str, make: Callable[[], T]) -> T:
+    """What a layer's or chunk's state of one microbatch carries under ``name``, made on first use."""
     try:
-        handoffs: Handoffs = state.__dict__[_HANDOFFS]
+        value: T = state.__dict__[name]
     except KeyError:
-        handoffs = Handoffs()
-        setattr(state, _HANDOFFS, handoffs)
-    return handoffs
+        value = make()
+        setattr(state, name, value)
+    return value
 
 
 def fits(value: object, declared: HandoffType) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import warnings
 from collections.abc import Iterator
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from layernodes.cpu import CpuHost, cpu_host
+from tests.support.full import FULL
 
 with warnings.catch_warnings():
     # Megatron-Core warns about each optional package that is missing; here warnings are errors.
@@ -23,7 +23,7 @@ _left_out = pytest.StashKey[list[str]]()
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests that cannot or should not run here, and remember why."""
     reasons = {
-        "full": None if os.environ.get("LAYERNODES_FULL") == "1" else "run with `make full`",
+        "full": None if FULL else "run with `make full`",
         "gpu": None if torch.cuda.is_available() else "no GPU here",
         "te": None if importlib.util.find_spec("transformer_engine") else "Transformer Engine is not installed",
     }

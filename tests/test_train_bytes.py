@@ -17,8 +17,9 @@ from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracke
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
+from tests.support.full import FULL
+
 _FOLDER = Path(__file__).parents[1] / "docs" / "examples"
-_FULL = os.environ.get("LAYERNODES_FULL") == "1"
 _SMALL = ["--layers", "2", "--hidden", "16", "--seq", "16", "--batch", "2", "--dropout", "0.1", "--json"]
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -68,7 +69,7 @@ def test_same_losses_and_checkpoints(example: Any, capsys: pytest.CaptureFixture
 
 def test_it_learns(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """The loss falls by half; the lines of the default output."""
-    small = [] if _FULL else ["--steps", "30", "--hidden", "32", "--layers", "2", "--lr", "1e-2"]
+    small = [] if FULL else ["--steps", "30", "--hidden", "32", "--layers", "2", "--lr", "1e-2"]
     example.main([*small, "--schedule", "combined_1f1b", "--wgrad", "auto"])
     lines = capsys.readouterr().out.splitlines()
     losses = [float(line.split()[-1]) for line in lines]
@@ -77,7 +78,7 @@ def test_it_learns(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not _FULL, reason="starts six launchers; in `make full`")
+@pytest.mark.skipif(not FULL, reason="starts six launchers; in `make full`")
 @pytest.mark.parametrize(
     "world_size, layout",
     [(2, ["--ep", "2", "--distributed-optimizer", "--bf16"]), (4, ["--ep", "2", "--pp", "2", "--vpp", "2"])],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,8 @@ from layernodes.megatron import install, schedule
 from layernodes.plan import pairs
 from layernodes.training import ChunkSchedulePlan
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world
-from tests.support.processes import on_processes
+from tests.support.full import FULL
+from tests.support.ranks import values_on_ranks
 from tests.support.training import (
     BATCH,
     PLAIN,
@@ -41,9 +41,9 @@ __all__ = ["megatron_world"]
 
 pytestmark = MEGATRON_WORLD
 
-_FULL = os.environ.get("LAYERNODES_FULL") == "1"
-_STEPS, _LONG = 2, 50 if _FULL else 2
-_TIMEOUT = 3000.0 if _FULL else 500.0
+_STEPS, _LONG = 2, 50 if FULL else 2
+_TIMEOUT = 3000.0 if FULL else 500.0
+_TIMES = {"seconds": _TIMEOUT, "group_seconds": _TIMEOUT}
 
 _OVERLAP = {"overlap_grad_reduce": True}
 _DISTRIBUTED = {**_OVERLAP, "use_distributed_optimizer": True}
@@ -102,11 +102,11 @@ def test_one_process(case: Case) -> None:
 def test_processes(world_size: int, cases: tuple[Case, ...]) -> None:
     """With expert and data parallelism on two processes; with pipeline and virtual stages on four."""
     ways = WAYS
-    if not _FULL:  # starting and switching processes takes most of the time
+    if not FULL:  # starting and switching processes takes most of the time
         ways = WAYS[::2] if world_size == 2 else WAYS[::6]
         cases = cases if world_size == 2 else cases[::3]
     lengths = [(case, _LONG if case in cases[:2] else _STEPS) for case in cases]
-    found = on_processes(world_size, f"{compare_all.__module__}:compare_all", lengths, ways, timeout=_TIMEOUT)
+    found = values_on_ranks(f"{compare_all.__module__}:compare_all", lengths, ways, world_size=world_size, **_TIMES)
     assert found == [[]] * world_size
 
 
@@ -121,7 +121,7 @@ def test_checkpoint_of_one_process() -> None:
 def test_checkpoint_of_two_processes() -> None:
     """The same with experts on two ranks and the distributed optimizer."""
     case = Case(name="EP=2", ep=2, bf16=True, ddp=_DISTRIBUTED)
-    found = on_processes(2, f"{compare_resumed.__module__}:compare_resumed", case, _CHANGES, 2, timeout=_TIMEOUT)
+    found = values_on_ranks(f"{compare_resumed.__module__}:compare_resumed", case, _CHANGES, 2, **_TIMES)
     assert found == [[], []]
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import LayerNorm, Linear, Module, Parameter, Sequential, Tanh
 
 from layernodes import Schedule, Slot
 from tests import oracle
+from tests.support.full import property_settings
 from tests.support.strategies import plain as plain_shape
 from tests.support.wgrads import CommNode, FirstNode, Grid, ModuleNode, StoreNode, chunk_of, run
 from tests.test_wgrad import parked
@@ -116,11 +116,7 @@ def _node(use: Use) -> Callable[[Any], Any]:
     has_grads=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(
-    max_examples=1000 if os.environ.get("LAYERNODES_FULL") else 60,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+@property_settings(60)
 def test_gradients_add_in_the_order_of_w(
     nodes: list[Use], num_microbatches: int, streams: str, into_main_grad: bool, has_grads: bool, seed: int
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from layernodes._megatron.calls import ModuleCall
+from layernodes.state import carried
 
 _ATTRIBUTE: Final = "layernodes_chunk"
 
@@ -42,9 +43,4 @@ class ChunkProgress:
 
 def progress_of(chunk_state: Any) -> ChunkProgress:
     """The progress that ``chunk_state`` carries, made on first use."""
-    try:
-        progress: ChunkProgress = chunk_state.__dict__[_ATTRIBUTE]
-    except KeyError:
-        progress = ChunkProgress()
-        setattr(chunk_state, _ATTRIBUTE, progress)
-    return progress
+    return carried(chunk_state, _ATTRIBUTE, ChunkProgress)

@@ -24,6 +24,7 @@ from typing import Any, Final, final
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from layernodes.state import carried
 from layernodes.wgrad import Site, deliver, keeping_parts, parts_of, replaced, stand_in_for
 
 _ATTRIBUTE: Final = "layernodes_shared_gradients"
@@ -203,9 +204,4 @@ class SharedGradients:
 
 def shared_gradients_of(chunk_state: Any) -> SharedGradients:
     """The sums that ``chunk_state`` carries, made on first use."""
-    try:
-        gradients: SharedGradients = chunk_state.__dict__[_ATTRIBUTE]
-    except KeyError:
-        gradients = SharedGradients()
-        setattr(chunk_state, _ATTRIBUTE, gradients)
-    return gradients
+    return carried(chunk_state, _ATTRIBUTE, SharedGradients)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracke
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from layernodes.cpu import cpu_host
+from layernodes.quiet import quiet
 
 _TIMEOUT: Final = timedelta(minutes=5)
 
@@ -59,7 +58,7 @@ def demo_world() -> Iterator[World]:
     Megatron-Core's warnings and log records below errors are not shown meanwhile.
     """
     with ExitStack() as stack:
-        stack.enter_context(_quiet())
+        stack.enter_context(quiet("megatron"))
         host = stack.enter_context(cpu_host())
         device = torch.device("cpu" if host.active else f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
         if device.type == "cuda":
@@ -88,19 +87,6 @@ def _forget_metrics() -> None:
     """Megatron-Core keeps the auxiliary losses of all layers in one place, as many as the first model had layers."""
     destroy_moe_metrics_tracker()
     MTPLossLoggingHelper.tracker.clear()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    logger = logging.getLogger("megatron")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 @contextmanager

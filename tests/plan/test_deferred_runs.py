@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,17 +17,12 @@ from tests.support.cells import cells
 from tests.support.configs import Cell, by_name
 from tests.support.deferred_runs import DeferredBench, MainGradBench, random_deferred_schedule
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
+from tests.support.full import property_settings
 from tests.support.wgrads import logged, run
 
 pytestmark = MEGATRON_WORLD
 
-_FULL = bool(os.environ.get("LAYERNODES_FULL"))
-_SETTINGS = settings(
-    max_examples=1000 if _FULL else 60,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
-)
+_SETTINGS = property_settings(60)
 
 
 @given(

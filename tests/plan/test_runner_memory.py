@@ -8,7 +8,6 @@ is entered do not count, nor does what never passes through the dispatcher.
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from layernodes.plan.runner import _MAX_COMPILED
 from tests.support import toy
 from tests.support.configs import by_name
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
+from tests.support.full import FULL
 from tests.support.runs import Bench
 
 pytestmark = MEGATRON_WORLD
@@ -126,7 +126,7 @@ def test_megatron_runs_leave_nothing(name: str, streams: str) -> None:
         for _ in range(2):
             runner.run(schedule, chunk, bench.batches(), bench.loss_grads())
         before = _live()
-        for _ in range(100 if os.environ.get("LAYERNODES_FULL") else 10):
+        for _ in range(100 if FULL else 10):
             runner.run(schedule, chunk, bench.batches(), bench.loss_grads())
         assert _live() == before
 

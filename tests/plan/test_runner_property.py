@@ -6,27 +6,20 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
-from hypothesis import HealthCheck, Phase, event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from layernodes import schedules
 from tests.support.cells import cells
 from tests.support.configs import Cell
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
+from tests.support.full import property_settings
 from tests.support.runs import Bench, check_example, random_schedule
 
 pytestmark = MEGATRON_WORLD
 
-_EXAMPLES = 1000 if os.environ.get("LAYERNODES_FULL") else 100
-_SETTINGS = settings(
-    max_examples=_EXAMPLES,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
-)
+_SETTINGS = property_settings(100)
 
 
 @given(
@@ -51,7 +44,7 @@ def test_any_schedule_of_any_configuration(
     streams=st.sampled_from(["inline", "threads"]),
     split_combine=st.booleans(),
 )
-@settings(_SETTINGS, max_examples=_EXAMPLES // 4)
+@property_settings(25, in_full=250)
 def test_per_step_randomness_is_the_same_in_every_order(
     cell: Cell, seed: int, streams: str, split_combine: bool
 ) -> None:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from typing import Any
-
 import pytest
 
 from tests.support.cells import is_ordered
 from tests.support.configs import CELLS
-from tests.support.ranks import Outcome, run_on_ranks
+from tests.support.full import FULL
+from tests.support.idle_rank import IDLE, check_idle_rank
+from tests.support.ranks import run_on_ranks, values_on_ranks
 
 _CASES = "tests.support.rank_cases"
-_FULL = bool(os.environ.get("LAYERNODES_FULL"))
-
-
-def _values(outcomes: list[Outcome]) -> list[Any]:
-    for rank, outcome in enumerate(outcomes):
-        assert not outcome.error, f"rank {rank}: {outcome.error}\n{outcome.log}"
-    return [outcome.value for outcome in outcomes]
 
 
 def test_schedules_equal_plain_on_two_ranks() -> None:
     """combined_1f1b, forward_forward and 20 random schedules, with random delays on each rank, give plain bits."""
     names = ["alltoall-moe-ep2", "allgather-mtp-ep2"]
-    assert _values(run_on_ranks(f"{_CASES}:equal_plain", names, 10)) == [{}, {}]
+    assert values_on_ranks(f"{_CASES}:equal_plain", names, 10) == [{}, {}]
 
 
 @pytest.mark.parametrize("kind", ["ep2", "tp2"])
@@ -32,13 +24,13 @@ def test_cells_of_two_ranks(kind: str) -> None:
     """A random schedule of every cell of two ranks (of some by default) gives plain bits."""
     cells = [c for c in CELLS if c.world_size == 2 and (c.tp == 2) is (kind == "tp2")]
     names = [c.name for c in cells if not is_ordered(c) and "expert-bias-padding" not in c.name]
-    names = names if _FULL else names[:: 4 if kind == "tp2" else 16]
-    assert _values(run_on_ranks(f"{_CASES}:equal_plain", names, 1, seconds=500)) == [{}, {}]
+    names = names if FULL else names[:: 4 if kind == "tp2" else 16]
+    assert values_on_ranks(f"{_CASES}:equal_plain", names, 1, seconds=500) == [{}, {}]
 
 
 def test_steps_finish_in_order_whatever_the_delays() -> None:
     """Both ranks finish each lane's steps in the schedule's order."""
-    first, second = _values(run_on_ranks(f"{_CASES}:finishing_order", "alltoall-moe-ep2"))
+    first, second = values_on_ranks(f"{_CASES}:finishing_order", "alltoall-moe-ep2")
     lanes = [{name: [s for n, s in done if n == name] for name, _ in done} for done in (first, second)]
     assert len(lanes[0]) == 2
     assert lanes[0] == lanes[1]
@@ -46,7 +38,7 @@ def test_steps_finish_in_order_whatever_the_delays() -> None:
 
 def test_different_schedules_are_a_mismatch_on_both_ranks() -> None:
     """RankMismatchError on both, again and again, never a hang; the group and the chunk serve on."""
-    first, second = _values(run_on_ranks(f"{_CASES}:mismatches", "alltoall-moe-ep2"))
+    first, second = values_on_ranks(f"{_CASES}:mismatches", "alltoall-moe-ep2")
     for seen in (first, second):
         for case in ("other 0", "other 1", "swapped", "fewer"):
             kind, message, seconds = seen[case]
@@ -76,11 +68,5 @@ def test_a_killed_rank_is_an_error_on_the_other() -> None:
 
 def test_a_rank_without_tokens() -> None:
     """Its experts' gradients are zeros, not None, and nothing hangs (case 14)."""
-    names = ["idle-rank", "idle-rank-mtp", "idle-rank-allgather", "idle-rank-deepep"]
-    first, second = _values(run_on_ranks(f"{_CASES}:empty_rank", names))
-    for case in first:
-        if case.endswith("gradients"):
-            assert None not in [*first[case], *second[case]], case
-            assert {any(first[case]), any(second[case])} == {True, False}, case
-        else:
-            assert first[case] == second[case] == [], case
+    first, second = values_on_ranks(f"{_CASES}:empty_rank", IDLE)
+    check_idle_rank(first, second)

@@ -15,6 +15,7 @@ from torch.nn import Module
 from layernodes import schedules
 from tests.support.configs import by_name
 from tests.support.deferred_runs import DeferredBench, random_deferred_schedule
+from tests.support.idle_rank import expert_gradients
 from tests.support.wgrads import gradients, logged, plain, plan_of, run
 from tests.support.world import use_layout
 
@@ -50,8 +51,7 @@ def empty_rank(names: Sequence[str]) -> dict[str, Any]:
         shape = bench.chunk().shape
         schedule = schedules.deferred(schedules.combined_1f1b(shape, len(bench.microbatches)), shape, "end")
         found[name] = bench.check(schedule, streams="threads")
-        grads = [p.grad for n, p in bench.model.named_parameters() if ".experts." in n]
-        found[f"{name} gradients"] = [None if g is None else bool(g.any()) for g in grads]
+        found[f"{name} gradients"] = expert_gradients(bench.model)
     return found
 
 

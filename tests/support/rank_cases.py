@@ -23,6 +23,7 @@ from layernodes import (
     schedules,
 )
 from tests.support.configs import Cell, by_name
+from tests.support.idle_rank import expert_gradients
 from tests.support.runs import Bench, random_schedule
 from tests.support.world import use_layout
 
@@ -156,8 +157,7 @@ def empty_rank(names: Sequence[str]) -> dict[str, Any]:
         for case in (schedules.combined_1f1b, schedules.forward_forward):
             schedule = case(chunk.shape, len(bench.microbatches))
             found[f"{name} {case.__name__}"] = bench.check(schedule, streams="threads")
-        grads = [p.grad for n, p in bench.model.named_parameters() if ".experts." in n]
-        found[f"{name} gradients"] = [None if g is None else bool(g.any()) for g in grads]
+        found[f"{name} gradients"] = expert_gradients(bench.model)
     return found
 
 

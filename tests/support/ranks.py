@@ -20,6 +20,8 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from tests.support.workers import workers
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -37,32 +39,23 @@ def run_on_ranks(
     """Call ``module:function`` with ``arguments`` on every rank; a rank still running after ``seconds`` is killed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "work").write_bytes(pickle.dumps((target, arguments, group_seconds)))
-        workers = [_start(rank, world_size, folder) for rank in range(world_size)]
-        deadline = time.monotonic() + seconds
-        try:
-            for worker in workers:
+        (folder / "work").write_bytes(pickle.dumps((target, arguments, seconds, group_seconds)))
+        with workers("tests.support.ranks", world_size, folder) as started:
+            deadline = time.monotonic() + seconds
+            for worker in started:
                 try:
                     worker.wait(max(0.1, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:
                     continue
-            return [_outcome(rank, worker.poll(), folder) for rank, worker in enumerate(workers)]
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
+            return [_outcome(rank, worker.poll(), folder) for rank, worker in enumerate(started)]
 
 
-def _start(rank: int, world_size: int, folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.ranks", str(rank), str(world_size), str(folder)]
-    with (folder / f"log{rank}").open("wb") as log:
-        return subprocess.Popen(
-            command,
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+def values_on_ranks(target: str, *arguments: Any, **options: Any) -> list[Any]:
+    """What each rank returned; every rank's error or log fails the test. Options as for ``run_on_ranks``."""
+    outcomes = run_on_ranks(target, *arguments, **options)
+    told = [f"rank {rank}: {o.error}\n{o.log}" for rank, o in enumerate(outcomes) if o.error]
+    assert not told, "\n".join(told)
+    return [outcome.value for outcome in outcomes]
 
 
 def _outcome(rank: int, exit_code: int | None, folder: Path) -> Outcome:
@@ -79,7 +72,9 @@ def _work(rank: int, world_size: int, folder: Path) -> None:
     from tests.support.deepep import emulated_backends  # noqa: PLC0415
 
     faulthandler.enable()
-    target, arguments, group_seconds = pickle.loads((folder / "work").read_bytes())
+    target, arguments, seconds, group_seconds = pickle.loads((folder / "work").read_bytes())
+    # Where it hangs; not earlier, since walking the frames of threads that run can end in a segmentation fault.
+    faulthandler.dump_traceback_later(0.95 * seconds)
     module, _, name = target.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     with cpu_host(), emulated_backends():
@@ -98,6 +93,7 @@ def _work(rank: int, world_size: int, folder: Path) -> None:
         aside = folder / f".{rank}"
         aside.write_bytes(pickle.dumps((value, error)))
         aside.rename(folder / f"result{rank}")
+        faulthandler.cancel_dump_traceback_later()
         if error:
             os._exit(1)  # a broken group may not come down
         parallel_state.destroy_model_parallel()

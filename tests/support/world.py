@@ -6,7 +6,6 @@ import faulthandler
 import gc
 import importlib
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from megatron.core import parallel_state
 
 from tests.support.compare import ContextFactory, Verdict, agree, run_cell, worst
 from tests.support.configs import Cell
+from tests.support.workers import workers
 
 MEGATRON = "contextlib:nullcontext"
 """Megatron-Core's own plan, as a ``context``."""
@@ -126,35 +126,19 @@ class _WorkerGroup:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "work.pickle").write_bytes(pickle.dumps((self._cells, self._context, self._hooks)))
-            workers = [self._start(rank, folder) for rank in range(self._world_size)]
-            try:
-                yield from self._collect(workers, folder, cell_timeout)
-            finally:
-                for worker in workers:
-                    worker.kill()
-                    worker.wait()
-
-    def _start(self, rank: int, folder: Path) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "tests.support.world", str(rank), str(self._world_size), str(folder)]
-        with (folder / f"log{rank}").open("wb") as log:
-            return subprocess.Popen(
-                command,
-                cwd=Path(__file__).parents[2],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+            with workers("tests.support.world", self._world_size, folder) as started:
+                yield from self._collect(started, folder, cell_timeout)
 
     def _collect(
-        self, workers: Sequence[subprocess.Popen[bytes]], folder: Path, cell_timeout: float
+        self, started: Sequence[subprocess.Popen[bytes]], folder: Path, cell_timeout: float
     ) -> Iterator[Verdict]:
         deadline = time.monotonic() + cell_timeout
         for cell in self._cells:
             while not (lines := [_read(folder, rank, cell.name) for rank in range(self._world_size)]) or None in lines:
-                failed = [rank for rank, worker in enumerate(workers) if worker.poll() is not None]
+                failed = [rank for rank, worker in enumerate(started) if worker.poll() is not None]
                 if failed and None in [_read(folder, rank, cell.name) for rank in failed]:
                     yield _crash(
-                        cell, f"worker {failed[0]} exited with {workers[failed[0]].poll()}: {_tail(folder, failed[0])}"
+                        cell, f"worker {failed[0]} exited with {started[failed[0]].poll()}: {_tail(folder, failed[0])}"
                     )
                     return
                 if time.monotonic() > deadline:
