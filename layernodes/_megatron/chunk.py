@@ -6,7 +6,7 @@ Mirrors ``GPTModel.forward`` and ``TransformerModelChunkSchedulePlan`` of megatr
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, final
 
@@ -128,15 +128,16 @@ class GPTChunk:
         """Whether embedding and output layer are shared with other ranks."""
         return int(self.model.config.tensor_model_parallel_size) > 1
 
-    def exchange_groups(self) -> tuple[ProcessGroup, ...]:
-        """The groups over which the chunk's MoE layers exchange tokens, each once."""
-        groups: dict[int, ProcessGroup] = {}
-        for layer in (*self.decoder_layers, *self.mtp_layers):
-            inner = getattr(layer, "mtp_model_layer", layer)
-            dispatcher = getattr(inner.mlp, "token_dispatcher", None)
-            if dispatcher is not None and dispatcher.tp_ep_group.size() > 1:
-                groups[id(dispatcher.tp_ep_group)] = dispatcher.tp_ep_group
-        return tuple(groups.values())
+
+def exchange_groups(layers: Iterable[Module]) -> tuple[ProcessGroup, ...]:
+    """The groups over which the Megatron-Core MoE layers among ``layers`` exchange tokens, each once."""
+    groups: dict[int, ProcessGroup] = {}
+    for layer in layers:
+        moe = getattr(getattr(layer, "mtp_model_layer", layer), "mlp", None)
+        group = getattr(getattr(moe, "token_dispatcher", None), "tp_ep_group", None)
+        if isinstance(group, ProcessGroup) and group.size() > 1:
+            groups[id(group)] = group
+    return tuple(groups.values())
 
 
 def _unwrap(model: Module) -> tuple[Any, Float16Module | None]:

@@ -201,11 +201,12 @@ class ScheduleNode(ABC):
     @final
     def __call__(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run ``forward`` and hold it to the node's declarations; this is what a scheduler calls."""
-        is_inner = isinstance(ctx, FusedContext) and not ctx.is_first
+        is_inner = isinstance(ctx, FusedContext) and not ctx.is_first  # its inputs belong to the graph of the first
+        is_audited = not is_inner and self._audit.is_due()
         if self._has_wgrad and torch.is_grad_enabled():
-            outputs = self._run_deferring(ctx, inputs, is_inner=is_inner)
-        elif self._audit.is_due() or caller_frees_input(ctx):
-            outputs = self._run(ctx, inputs, is_inner=is_inner)
+            outputs = self._run_deferring(ctx, inputs, is_audited=is_audited)
+        elif is_audited or caller_frees_input(ctx):
+            outputs = self._run(ctx, inputs, is_audited=is_audited)
         else:
             outputs = self.forward(ctx, *inputs)
         if self._reads or self._writes:
@@ -254,25 +255,25 @@ class ScheduleNode(ABC):
             return own
         return StoreHook(self, () if own is None else (own,), {site.parameter: None for site in self._wgrad_sites})
 
-    def _run(self, ctx: NodeContext, inputs: tuple[Tensor, ...], *, is_inner: bool) -> Tensor | tuple[Tensor, ...]:
+    def _run(self, ctx: NodeContext, inputs: tuple[Tensor, ...], *, is_audited: bool) -> Tensor | tuple[Tensor, ...]:
         forward = _on_copies(self.forward) if caller_frees_input(ctx) and self.keeps_input() else self.forward
-        if self._audit.is_due() and not is_inner:
+        if is_audited:
             return self._audit.run(self, forward, ctx, inputs)
         return forward(ctx, *inputs)
 
     def _run_deferring(
-        self, ctx: NodeContext, inputs: tuple[Tensor, ...], *, is_inner: bool
+        self, ctx: NodeContext, inputs: tuple[Tensor, ...], *, is_audited: bool
     ) -> Tensor | tuple[Tensor, ...]:
         hook = find_hook(ctx.outer if isinstance(ctx, FusedContext) else ctx, self)
         if hook is None or not self._wgrad_sites:
-            return self._run(ctx, inputs, is_inner=is_inner)
+            return self._run(ctx, inputs, is_audited=is_audited)
         store = hook.new_store()
         state = ctx.layer_state.__dict__
         state[_STORE] = store
         try:
             sites = self._wgrad_sites
             with store.standing_in(sites), deferring_parallel_linears(sites, store), deferring_products(store):
-                return self._run(ctx, inputs, is_inner=is_inner)
+                return self._run(ctx, inputs, is_audited=is_audited)
         finally:
             del state[_STORE]
 

@@ -1,7 +1,9 @@
 """Checks that a node's graph ends at its inputs, the handoffs it took, and parameters.
 
 A tensor that reaches a node by an undeclared way and requires grad would lose its gradient, or send it through another
-node's graph, depending on who frees what first. So on the first forward of a node that records a graph:
+node's graph, depending on who frees what first. So on a node's first forward that records a graph, and on the 2nd, 4th,
+8th, ... (a way may depend on the data, and a walk at every forward would cost more than the rest of a slot's overhead;
+``RecordingStreams`` check every one):
 
     walk from the outputs and from the tensors handed on, along the graph's edges
     what made an input (fused nodes share a graph)  -> the border, go no further
@@ -56,17 +58,21 @@ def _running_on(ctx: NodeContext) -> list[EdgeAudit]:
 
 @final
 class EdgeAudit:
-    """Audits one node's first forward that records a graph; idle ever after."""
+    """Audits one node's forwards that record a graph: the first, 2nd, 4th, 8th, and so on."""
 
-    __slots__ = ("_allowed", "_borders", "_done", "_leaves", "_roots", "_slot")
+    __slots__ = ("_allowed", "_borders", "_forwards", "_leaves", "_next", "_roots", "_slot")
 
     def __init__(self) -> None:
-        self._done = False
+        self._forwards = 0
+        self._next = 1
         self._reset({}, "")
 
     def is_due(self) -> bool:
-        """Whether the next forward is to be audited."""
-        return not self._done and torch.is_grad_enabled()
+        """Whether the forward that begins is to be audited; ask once for each."""
+        if not torch.is_grad_enabled():
+            return False
+        self._forwards += 1
+        return self._forwards >= self._next
 
     def run(
         self, node: ScheduleNode, forward: Forward, ctx: NodeContext, inputs: tuple[Tensor, ...]
@@ -94,7 +100,8 @@ class EdgeAudit:
         finally:
             running.remove(self)
             self._reset({}, slot)
-        self._done = found is None
+        if found is None:
+            self._next = 2 * self._forwards
         if found:
             reached, root = found
             raise NodeStateError(

@@ -11,7 +11,7 @@ from typing import Any, final
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from layernodes._megatron.chunk import GPTChunk
+from layernodes._megatron.chunk import GPTChunk, exchange_groups
 from layernodes._megatron.layer_kinds import precision_context
 from layernodes._megatron.shared_parameters import shared_sites
 from layernodes.errors import PlanError
@@ -65,12 +65,14 @@ class ChunkPlan:
     Attributes:
         shape: what schedules for the chunk are checked against.
         layers: the layer plans, decoder first, then MTP; a repeated MTP layer stands once for each repetition.
+        exchange_groups: the process groups over which its Megatron-Core layers exchange tokens.
         places: every slot in forward order, ends and pass-throughs included.
     """
 
-    __slots__ = ("_chunk", "layers", "places", "shape")
+    __slots__ = ("_chunk", "exchange_groups", "layers", "places", "shape")
 
     _chunk: GPTChunk | None
+    exchange_groups: tuple[ProcessGroup, ...]
     shape: ChunkShape
     layers: tuple[LayerPlan, ...]
     places: tuple[ChunkPlace, ...]
@@ -84,6 +86,7 @@ class ChunkPlan:
         )
         set_once = super().__setattr__
         set_once("_chunk", chunk)
+        set_once("exchange_groups", exchange_groups(plan.layer for plan in layers))
         set_once("layers", tuple(layers))
         set_once("shape", shape)
         set_once("places", tuple(_places(layers, shape, num_decoder, chunk)))
@@ -168,10 +171,6 @@ class ChunkPlan:
     def run_context(self) -> AbstractContextManager[Any]:
         """The context that a whole run is under."""
         return nullcontext() if self._chunk is None else self._chunk.run_context()
-
-    def exchange_groups(self) -> tuple[ProcessGroup, ...]:
-        """The process groups over which the chunk exchanges tokens."""
-        return () if self._chunk is None else self._chunk.exchange_groups()
 
     @property
     def is_tensor_parallel(self) -> bool:

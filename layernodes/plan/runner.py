@@ -152,11 +152,11 @@ class Runner:
                 runs = [chunk.open(batch) for batch in batches]
                 _add_hooks(runs, self._layer_hooks)
             except Exception:
-                self._ranks.withdraw(chunk.exchange_groups())
+                self._ranks.withdraw(chunk.exchange_groups)
                 raise
             try:
                 with chunk.run_context():
-                    spans = self._perform(compiled, runs, chunk.exchange_groups(), loss_grads)
+                    spans = self._perform(compiled, runs, chunk.exchange_groups, loss_grads)
                 _check_drained(runs)
                 return RunResult(
                     outputs=tuple(run.output for run in runs),
@@ -339,7 +339,7 @@ def _check_loss_grads(loss_grads: Sequence[Any] | None, batches: Sequence[Any]) 
 
 
 def _groups_of(chunks: Iterable[ChunkPlan | None]) -> list[ProcessGroup]:
-    groups = [group for chunk in chunks if chunk is not None for group in chunk.exchange_groups()]
+    groups = [group for chunk in chunks if chunk is not None for group in chunk.exchange_groups]
     return list({id(group): group for group in groups}.values())
 
 

@@ -287,6 +287,25 @@ class TestUndeclaredTensors:
         ):
             self._run(leave, lambda node, ctx, x: x + ctx.layer_state.wide)
 
+    @pytest.mark.parametrize("forward", [2, 4, 8])
+    def test_a_way_that_opens_later(self, forward: int) -> None:
+        """Nothing undeclared in the first forward; later ones are looked at too, ever more seldom."""
+        count = 0
+
+        def leave(node: Any, ctx: Any, x: Tensor) -> Tensor:
+            ctx.layer_state.wide = x * 3
+            return x * 5
+
+        def look(node: Any, ctx: Any, x: Tensor) -> Tensor:
+            return x + ctx.layer_state.wide if count == forward else x * 1.0
+
+        plan = LayerPlan.build(nn.Linear(2, 2), nodes={P: _node("First", P, leave), M: _node("Second", M, look)})
+        for count in range(1, forward):  # noqa: B007 - look reads it
+            SlotRun(plan).forward(torch.ones(2, requires_grad=True) * 1.0)
+        count = forward
+        with pytest.raises(NodeStateError, match=r"Second.forward used a tensor that requires grad and is neither"):
+            SlotRun(plan).forward(torch.ones(2, requires_grad=True) * 1.0)
+
     def test_through_a_closure(self) -> None:
         """Kept by the node's owner."""
         kept: list[Tensor] = []

@@ -49,6 +49,7 @@ def test_different_schedules_are_a_mismatch_on_both_ranks() -> None:
             assert seconds < 10
         assert seen["same 0"] == seen["same 1"] == seen["afterwards"] == "ran"
         assert seen["invalid on both"][0] == "ScheduleError"
+        assert seen["joined"] == "RankMismatchError"
         assert seen["right"] == []
         assert seen["threads"] == []
     assert first["invalid on one"][0] == "RankMismatchError"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from layernodes import (
@@ -114,6 +115,14 @@ def mismatches(name: str) -> dict[str, Any]:
         except (RankMismatchError, TypeError, ScheduleError, StepError) as error:
             seen["bad batch"] = type(error).__name__
         attempt("afterwards", serial)
+        joined = ChunkPlan.of(chunk.layers)  # has no model, and exchanges tokens all the same
+        orders = schedules.serial(joined.shape, count), schedules.combined_1f1b(joined.shape, count)
+        hidden = torch.zeros(cell.seq, cell.batch, bench.model.config.hidden_size, requires_grad=True)
+        try:
+            runner.run(orders[rank], joined, [hidden] * count)
+            seen["joined"] = "ran"
+        except Exception as error:
+            seen["joined"] = type(error).__name__
     seen["right"] = bench.check(serial, streams="threads")
     seen["threads"] = [thread.name for thread in threading.enumerate() if thread.name.startswith("layernodes")]
     return seen
