@@ -7,7 +7,8 @@ node's graph, depending on who frees what first. So on a node's first forward th
 
     walk from the outputs and from the tensors handed on, along the graph's edges
     what made an input (fused nodes share a graph)  -> the border, go no further
-    a function made before this forward began      -> reached through an undeclared tensor
+    a function made before this forward began      -> reached through an undeclared tensor, unless it is a parameter's
+                                                      cast, which autocast keeps for the next use
     a leaf that is an input or handoff of another
     slot of this layer and microbatch              -> reached through an undeclared tensor
 """
@@ -49,6 +50,11 @@ def note_written(ctx: NodeContext, name: str, original: Tensor, detached: Tensor
     """Tell the audits that run on this layer and microbatch of a differentiable handoff written."""
     for audit in _running_on(ctx):
         audit.wrote(name, original, detached)
+
+
+def _is_cast_of_leaf(function: Node) -> bool:
+    edges = function.next_functions
+    return function.name() == "ToCopyBackward0" and len(edges) == 1 and hasattr(edges[0][0], "variable")
 
 
 def _running_on(ctx: NodeContext) -> list[EdgeAudit]:
@@ -150,7 +156,7 @@ class EdgeAudit:
                     if self._is_foreign_leaf(leaf):
                         return self._leaves[id(leaf)][1], root
                     continue
-                if function._sequence_nr() < start:
+                if function._sequence_nr() < start and not _is_cast_of_leaf(function):
                     return f"{function.name()}, which was recorded before this slot began", root
                 pending.extend(edge for edge, _ in function.next_functions if edge is not None)
         return None
