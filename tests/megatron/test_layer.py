@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,17 +12,17 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.core.transformer import transformer_layer as transformer_layer_module
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.typed_torch import apply_module
-from torch import Tensor
+from torch import Tensor, nn
 
 import layernodes
-from layernodes import LayerPlan
+from layernodes import ChunkPlan, LayerPlan
 from tests.support.build import make_microbatches, make_model
 from tests.support.compare import run_cell
 from tests.support.configs import Cell, by_name
@@ -49,8 +50,8 @@ def _captured(self: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     probs, routing_map = moe.route(normed)
     outputs = [normed, probs, routing_map]
     if CudaGraphModule.moe_preprocess in modules:
-        tokens, probs = moe.preprocess(normed, probs, routing_map)
-        dispatcher = moe.token_dispatcher
+        dispatcher = copy.copy(moe.token_dispatcher)  # a graph writes into its own memory, not on objects
+        tokens, probs = dispatcher.dispatch_preprocess(normed, routing_map, probs)
         outputs = [tokens, probs, *(getattr(dispatcher, name) for name in dispatcher.valid_cudagraph_attrs)]
     return (*outputs, *([] if shared is None else [shared]), hidden)
 
@@ -65,13 +66,28 @@ def _graphed_layer(cell: Cell, modules: list[Any]) -> Any:
     layer.cuda_graphs = [graph]
     layer.current_microbatch = 0
     layer.replays = []
+    if CudaGraphModule.moe_preprocess in modules:
+        _capture_preprocess(layer.mlp)
     return layer
+
+
+def _capture_preprocess(moe: MoELayer) -> None:
+    """What capturing leaves on the dispatcher (``get_early_return_outputs``): the names of the attributes that a replay
+    returns, and the attributes that are no tensors, of the shape captured."""
+    dispatcher = moe.token_dispatcher
+    dispatcher.cuda_dtoh_point = "before_ep_alltoall"
+    with torch.no_grad():
+        hidden = torch.randn(6, 2, 32)
+        moe.preprocess(hidden, *moe.route(hidden))
+    attributes = {name: getattr(dispatcher, name) for name in dispatcher.cudagraph_attrs if "." not in name}
+    dispatcher.valid_cudagraph_attrs = [name for name, value in attributes.items() if isinstance(value, Tensor)]
+    assert {"routing_map", "tokens_per_expert"} <= set(dispatcher.valid_cudagraph_attrs)
 
 
 class TestCudaGraphs:
     """A layer with CUDA graphs replays them up to dispatch; the rest runs eagerly, as in Megatron's own callables."""
 
-    @pytest.mark.parametrize("modules", [_ATTENTION, _ROUTER], ids=["attn", "attn-router"])
+    @pytest.mark.parametrize("modules", [_ATTENTION, _ROUTER, _PREPROCESS], ids=["attn", "router", "preprocess"])
     @pytest.mark.parametrize("name", ["alltoall-moe-ep1", "alltoall-shared-ep1", "dense"])
     def test_replay(self, name: str, modules: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         """The graph's outputs go on through the slots; outputs and gradients are the plain layer's."""
@@ -100,16 +116,21 @@ class TestCudaGraphs:
         if name != "dense":
             assert layer.mlp.cudagraph_tensor_store.is_empty()  # what a replay stores is the microbatch's own
 
-    def test_two_in_flight(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The tensors that a replay leaves on the MoE layer belong to its microbatch."""
+    @pytest.mark.parametrize("modules", [_ROUTER, _PREPROCESS], ids=["router", "preprocess"])
+    def test_two_in_flight(self, modules: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        """The tensors that a replay leaves on the MoE layer and its dispatcher belong to its microbatch."""
         monkeypatch.setattr(GraphableMegatronModule, "_te_cuda_graph_replay", _captured)
         cell = replace(by_name("alltoall-shared-ep1"), position="none")
-        layer = _graphed_layer(cell, _ROUTER)
+        layer = _graphed_layer(cell, modules)
+        before = dict(vars(layer.mlp.token_dispatcher))
         inputs = [torch.randn(6, 2, 32) for _ in range(2)]
         plan = LayerPlan.build(layer)
         runs = [SlotRun(plan).steps(x) for x in inputs]
         for _ in plan.nodes:
             outputs = [next(run) for run in runs]
+        after = vars(layer.mlp.token_dispatcher)
+        assert before.keys() == after.keys()
+        assert [name for name in before if before[name] is not after[name]] == []
         plain = make_model(cell).decoder.layers[0]
         for x, output in zip(inputs, outputs, strict=True):
             assert torch.equal(output, plain(hidden_states=x, attention_mask=None)[0])
@@ -180,6 +201,61 @@ def test_activation_offload_manager(name: str) -> None:
     assert all(torch.equal(output, expected) for output in outputs)
     assert sorted(events) == sorted(plain * 2)
     assert layer.__dict__.get("mlp_norm_manager") is None
+
+
+class _FusedResidualNorm(nn.Module):
+    """A norm that returns ``(out, residual)``, as Transformer Engine's fused one does; the residual is visibly its
+    own."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self.norm(hidden.to(self.norm.weight.dtype)), hidden * self.scale.to(hidden.dtype)
+
+
+_FUSED_NORMS = ("alltoall-moe-ep1", "alltoall-shared-ep1", "dense", "mlp-chunks-ep1", "bf16-ep1")
+
+
+class TestFusedResidualNorms:
+    """A norm that returns the residual too: the layer adds that one, not its own input."""
+
+    @staticmethod
+    def _layer(name: str) -> Any:
+        cell = replace(by_name(name), position="none")
+        if name == "bf16-ep1":
+            cell = cell.with_config(fp32_residual_connection=True)
+        layer = make_model(cell).decoder.layers[-1]
+        for norm in ("input_layernorm", "pre_mlp_layernorm"):
+            setattr(layer, norm, _FusedResidualNorm(getattr(layer, norm)))
+        return layer
+
+    @pytest.mark.parametrize("name", _FUSED_NORMS)
+    def test_equals_the_plain_layer(self, name: str) -> None:
+        """Outputs and gradients of two microbatches in flight, the norms' own included."""
+        plain, layer = self._layer(name), self._layer(name)
+        dtype = next(plain.parameters()).dtype
+        inputs = [torch.randn(6, 2, 32, dtype=dtype) for _ in range(2)]
+        grads = [torch.randn(6, 2, 32) for _ in range(2)]
+        expected = []
+        for x, grad in zip(inputs, grads, strict=True):
+            leaf = x.clone().requires_grad_()
+            output, _ = plain(hidden_states=leaf, attention_mask=None)
+            output.backward(grad.to(output.dtype))
+            expected.append((output, leaf.grad))
+        plan = LayerPlan.build(layer)
+        runs = [SlotRun(plan) for _ in inputs]
+        steps = [run.steps(x.clone().requires_grad_()) for run, x in zip(runs, inputs, strict=True)]
+        for _ in plan.nodes:
+            outputs = [next(step) for step in steps]
+        for run, output, grad, (want, want_grad) in zip(runs, outputs, grads, expected, strict=True):
+            assert torch.equal(output, want)
+            assert torch.equal(run.backward(grad.to(output.dtype)), want_grad)
+        found = gradients(layer)
+        assert found["pre_mlp_layernorm.scale"] is not None
+        assert_equal_gradients(gradients(plain), found)
 
 
 class _Buffer(SimpleNamespace):
@@ -279,22 +355,80 @@ class TestNcclEp:
         assert buffer.abs().sum() > 0
 
 
-class TestLowPrecision:
-    """The low-precision context is the layer's own, entered around each slot by whoever runs the plan."""
+class _Precision:
+    """The layers in whose low-precision context a forward is, and what was found to run in which."""
 
-    def test_entered_around_every_slot(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Megatron's schedule plan enters ``get_inner_quantization_context`` of the very layer, also of MTP layers."""
-        entered: list[Any] = []
+    def __init__(self, layers: Sequence[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.layers = list(layers)
+        self.entered: list[int] = []
+        self.active: list[int] = []
+        self.found: list[tuple[int, list[int]]] = []
+        record = self
 
         @contextmanager
         def context(layer: Any) -> Iterator[None]:
-            entered.append(layer)
+            index = next(i for i, own in enumerate(record.layers) if own is layer)
+            record.entered.append(index)
+            record.active.append(index)
             yield
+            record.active.pop()
 
-        monkeypatch.setattr(transformer_layer_module.TransformerLayer, "get_inner_quantization_context", context)
-        cell = by_name("mixed-ep1")
-        model, (microbatch, *_) = make_model(cell), make_microbatches(cell)
+        for kind in (TransformerLayer, MultiTokenPredictionLayer):
+            monkeypatch.setattr(kind, "get_inner_quantization_context", context)
+        for index, layer in enumerate(self.layers):
+            inner = getattr(layer, "mtp_model_layer", layer)
+            is_moe = isinstance(inner.mlp, MoELayer)
+            for module in (inner.self_attention, inner.mlp.experts if is_moe else inner.mlp):
+                module.register_forward_pre_hook(lambda *_, i=index: record.found.append((i, list(record.active))))
+
+
+class TestLowPrecision:
+    """The low-precision context is the layer's own, entered around each slot by whoever runs the plan."""
+
+    _CELL = replace(by_name("mtp-aux-ep1"), layers="DM", mtp=2)
+
+    @classmethod
+    def _model(cls, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, _Precision]:
+        model = make_model(cls._CELL)
+        return model, _Precision([*model.decoder.layers, *model.mtp.layers], monkeypatch)
+
+    def test_under_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Megatron's schedule plan enters ``get_inner_quantization_context`` of the very layer, also of MTP layers, for
+        each of its five slots."""
+        model, precision = self._model(monkeypatch)
+        microbatch = make_microbatches(self._CELL)[0]
         with layernodes.install():
             plan = model.build_schedule_plan(**microbatch.inputs)
-            type(plan).run(plan, None)
-        assert [layer for i, layer in enumerate(entered) if i % 5 == 0] == list(model.decoder.layers)
+            output = type(plan).run(plan, None)
+            forward = list(precision.entered)
+            type(plan).run(None, plan, b_grad=microbatch.output_grad)
+        assert forward == [index for index in range(4) for _ in range(5)]
+        self._check(precision, output, microbatch)
+
+    def test_under_the_runner(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The runner enters it once around each slot that a layer has, in forward only."""
+        model, precision = self._model(monkeypatch)
+        model.config.fp8, model.config.fp8_recipe = "hybrid", "tensorwise"
+        microbatch = make_microbatches(self._CELL)[0]
+        chunk = ChunkPlan.build(model)
+        with layernodes.Runner(streams="inline") as runner:
+            result = runner.run(
+                layernodes.schedules.serial(chunk.shape, num_microbatches=1),
+                chunk,
+                [dict(microbatch.inputs)],
+                [microbatch.output_grad],
+            )
+        slots = [sum(place.layer == index and place.node is not None for place in chunk.places) for index in range(4)]
+        assert slots == [2, 4, 5, 5]
+        assert precision.entered == [index for index, count in enumerate(slots) for _ in range(count)]
+        self._check(precision, result.outputs[0], microbatch)
+
+    def test_none_without_low_precision(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where nothing is configured the runner enters none."""
+        model, _ = self._model(monkeypatch)
+        assert {place.precision for place in ChunkPlan.build(model).places} == {None}
+
+    def _check(self, precision: _Precision, output: Tensor, microbatch: Any) -> None:
+        assert precision.active == []
+        assert sorted(precision.found) == [(index, [index]) for index in range(4) for _ in range(2)]
+        assert torch.equal(output, make_model(self._CELL)(**microbatch.inputs))
