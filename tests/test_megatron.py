@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +21,15 @@ from megatron.core.models.common.model_chunk_schedule_plan import TransformerMod
 from megatron.core.models.gpt import fine_grained_callables as gpt_callables
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 import layernodes
-from layernodes import LayerPlan, NodeStateError, UnsupportedLayerError
+from layernodes import ChunkPlan, LayerPlan, NodeStateError, Runner, UnsupportedLayerError, schedules
+from layernodes.nodes import base
+from layernodes.plan import layer_plan
 from tests.support.build import make_microbatches, make_model
 from tests.support.compare import run_cell
 from tests.support.configs import CELLS, Cell, by_name
@@ -193,6 +197,11 @@ class _OwnMoEForward(MoELayer):
         return super().forward(*args, **kwargs)
 
 
+class _OwnDecoderForward(TransformerBlock):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
 class TestRefusals:
     """What the split path would not do as the plain layer does is refused before anything runs."""
 
@@ -268,6 +277,65 @@ class TestRefusals:
             model.build_schedule_plan(**microbatch.inputs, extra_block_kwargs={"context": torch.ones(2)})
         assert caught.value.field == "extra_block_kwargs.context"
 
+    @pytest.mark.parametrize("mtp", [0, 1])
+    @pytest.mark.parametrize("way", ["install", "runner"])
+    def test_what_the_plain_model_cannot_run(self, way: str, mtp: int) -> None:
+        """A padding mask for routers with expert bias, on which the plain model fails: refused by name, with no module
+        called, no number drawn and no gradient left; of several microbatches whichever has it, and the others run."""
+        cell = replace(by_name("expert-bias-padding-ep1"), layers="DM", mtp=mtp, num_microbatches=2)
+        model, microbatches = make_model(cell), make_microbatches(cell)
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            model(**microbatches[1].inputs)
+        model = make_model(cell)
+        if mtp:
+            model.decoder.layers[1].mlp.router.enable_expert_bias = False  # only the router inside MTP is in the way
+        sound = {name: value for name, value in microbatches[0].inputs.items() if name != "padding_mask"}
+        called: list[str] = []
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}, torch.get_rng_state()
+        with pytest.raises(
+            UnsupportedLayerError, match="a router with expert bias cannot take a padding mask"
+        ) as caught:
+            _run_batches(way, model, [sound, microbatches[1].inputs], refused=1)
+        assert (caught.value.field, caught.value.value) == ("moe_router_enable_expert_bias", True)
+        assert called == []
+        assert torch.equal(torch.get_rng_state(), before[1])
+        assert all(torch.equal(buffer, before[0][name]) for name, buffer in model.named_buffers())
+        assert all(parameter.grad is None for parameter in model.parameters())
+        _run_batches(way, model, [sound])
+        assert called != []
+
+    @pytest.mark.parametrize("on_the_instance", [False, True])
+    def test_a_decoder_with_a_forward_of_its_own(self, on_the_instance: bool) -> None:
+        """Refused where the plan is built: under ``install()`` and as a chunk plan."""
+        model, (microbatch, *_) = _moe_model(), make_microbatches(by_name("alltoall-moe-ep1"))
+        if on_the_instance:
+            model.decoder.forward = lambda *args, **kwargs: None
+        else:
+            model.decoder.__class__ = _OwnDecoderForward
+        name = type(model.decoder).__name__
+        with layernodes.install(), pytest.raises(UnsupportedLayerError, match=rf"{name} overrides forward\(\)") as one:
+            model.build_schedule_plan(**microbatch.inputs)
+        with pytest.raises(UnsupportedLayerError, match="which the split path does not call") as two:
+            ChunkPlan.build(model)
+        assert one.value.field == two.value.field == f"{name}.forward"
+
+
+def _run_batches(way: str, model: Any, batches: Sequence[Any], *, refused: int | None = None) -> None:
+    """Forward and backward of each batch. Under ``install()`` a plan is built a microbatch, so only that of the
+    ``refused`` one is."""
+    if way == "runner":
+        chunk = ChunkPlan.build(model)
+        with Runner(streams="inline") as runner:
+            runner.run(schedules.serial(chunk.shape, num_microbatches=len(batches)), chunk, [dict(b) for b in batches])
+        return
+    with layernodes.install():
+        for batch in batches if refused is None else [batches[refused]]:
+            plan = model.build_schedule_plan(**batch)
+            output = type(plan).run(plan, None)
+            type(plan).run(None, plan, b_grad=torch.ones_like(output))
+
 
 def _check(cell: Cell, context: Any = layernodes.install, *, hooks: bool = False) -> None:
     use_layout(cell)
@@ -339,6 +407,41 @@ class TestMatrix:
 # What Megatron-Core's own plan gets wrong around any nodes: parameters used twice, frozen embeddings, repeated MTP.
 _NOT_THE_NODES = ("mtp", "tied", "frozen", "heterogeneous", "chunks-mtp", "full-uniform-mtp")
 
+# Of these, what is right with one microbatch: its plan crashes on a first node without gradient, and on repeated MTP.
+_ITS_PLAN_CRASHES = ("frozen-embedding", "frozen-first-layer", "frozen-all-but-router", "mtp-repeated")
+_ONE_MICROBATCH = tuple(
+    cell.name
+    for cell in CELLS
+    if cell.ep == cell.tp == 1
+    and any(part in cell.name for part in _NOT_THE_NODES)
+    and not any(part in cell.name for part in _ITS_PLAN_CRASHES)
+)
+
+_COPIED = (
+    *("alltoall-moe-ep1", "alltoall-experts1-ep1", "alltoall-shared-gate-ep1", "allgather-moe-ep1", "latent-ep1"),
+    *("recompute-all-ep1", "hybridep-ep1", "paired-mixed-ep1"),
+)
+
+
+def _count_copies(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count the tensors that nodes copy, by ``copied`` and by ``_own``, through which ``owned`` and ``put`` go."""
+    copies: Counter[str] = Counter()
+    copied, own = base.copied, base._own
+
+    def counted_copied(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        copies["inputs"] += len(inputs)
+        return copied(inputs)
+
+    def counted_own(tensor: Tensor) -> Tensor:
+        found = own(tensor)
+        copies["outputs and handoffs"] += found is not tensor
+        return found
+
+    for module in (base, layer_plan):
+        monkeypatch.setattr(module, "copied", counted_copied)
+    monkeypatch.setattr(base, "_own", counted_own)
+    return copies
+
 
 class TestHandedOver:
     """Without ``install()``: our callables under Megatron-Core's own node class, which frees storage by slot name."""
@@ -351,11 +454,25 @@ class TestHandedOver:
         """EP=1 and ``allgather`` too, where freeing by name empties what is still used: there the nodes copy."""
         _check(_named(name), handed_over)
 
+    @pytest.mark.parametrize("name", _ONE_MICROBATCH)
+    def test_one_microbatch(self, name: str) -> None:
+        """Parameters used twice and frozen ones, as far as Megatron-Core's plan is right there: one microbatch."""
+        _check(replace(_named(name), num_microbatches=1, orders=("serial",)), handed_over)
+
     def test_two_ranks(self) -> None:
         """EP=2, where most is freed without a copy."""
         names = [name for name in _IN_PAIRS if not any(part in name for part in _NOT_THE_NODES)]
         verdicts = run_cells([_named(name) for name in names], HANDED)
         assert {name: verdict for name, verdict in verdicts.items() if verdict.status != "right"} == {}
+
+    @pytest.mark.parametrize("name", _COPIED)
+    def test_nothing_is_copied_under_install(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Under ``install()`` no node works on or hands on a copy; handed over, the same configuration does."""
+        copies = _count_copies(monkeypatch)
+        _check(_named(name), layernodes.install)
+        assert copies == Counter()
+        _check(_named(name), handed_over)
+        assert copies["inputs"] + copies["outputs and handoffs"] > 0
 
     @pytest.mark.full
     @pytest.mark.timeout(3600)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from layernodes import (
     StepError,
     schedules,
 )
+from tests.support.compare import differing
 from tests.support.configs import Cell, by_name
 from tests.support.idle_rank import expert_gradients
 from tests.support.runs import Bench, random_schedule
@@ -175,3 +178,42 @@ def build_chunk(name: str) -> str:
     cell = by_name(name)
     use_layout(cell)
     return str(ChunkPlan.build(Bench(cell).model).shape)
+
+
+def dropout_draws(cells: Mapping[str, Cell]) -> dict[str, dict[str, list[str]]]:
+    """The generator's state at each draw of dropout, in the plain model and under a runner in both modes."""
+    return {name: _dropout_draws(cell) for name, cell in cells.items()}
+
+
+def _dropout_draws(cell: Cell) -> dict[str, list[str]]:
+    use_layout(cell)
+    bench = Bench(cell)
+    shape = bench.chunk().shape
+    count = len(bench.microbatches)
+    serial, other = schedules.serial(shape, count), schedules.forward_forward(shape, count)
+    draws: list[str] = []
+    plain_dropout = torch.nn.functional.dropout
+
+    def noting(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        if p and training:
+            draws.append(hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest())
+        return plain_dropout(x, p, training, inplace)
+
+    with mock.patch.object(torch.nn.functional, "dropout", noting):
+        bench.reset()
+        for microbatch in bench.microbatches:
+            bench.model(**microbatch.inputs)
+        found: dict[str, list[str]] = {"model": list(draws)}
+        left = {}
+        for case, schedule, rng, streams in (
+            ("plain", serial, "plain", "threads"),
+            ("per_step", serial, "per_step", "inline"),
+            ("interleaved", other, "per_step", "threads"),
+        ):
+            draws.clear()
+            left[case] = bench.run(schedule, rng=rng, streams=streams)
+            found[case] = list(draws)
+    found["draws"] = ["model", "plain", "per_step"]
+    found["not plain"] = differing(bench.expected(serial), left["plain"])
+    found["not serial"] = differing(left["per_step"], left["interleaved"])
+    return found
