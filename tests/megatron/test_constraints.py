@@ -83,7 +83,10 @@ def test_configuration(changes: Mapping[str, Any], fields: list[str]) -> None:
     assert _fields(model) == fields
 
 
-@pytest.mark.parametrize("version, wgrad, told", [("2.9.0", True, True), ("2.10.0", True, False), ("2.9", False, False)])
+_VERSIONS = [("2.9.0", True, True), ("2.10.0", True, False), ("2.9", False, False)]
+
+
+@pytest.mark.parametrize("version, wgrad, told", _VERSIONS)
 def test_deferral_in_graphs_needs_a_version_of_transformer_engine(
     version: str, wgrad: bool, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
