@@ -2,7 +2,7 @@
 
 BIN := .venv/bin
 
-.PHONY: help demo test full soak lint
+.PHONY: help demo test full soak bench lint
 
 help:  ## Show the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -23,6 +23,10 @@ soak:  ## 10,000 random schedules of random configurations, then the whole matri
 	@sh scripts/bootstrap.sh test
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.support.soak
 	$(BIN)/python -W ignore -m tests.support.matrix
+
+bench:  ## Every benchmark that this machine can run, in under 15 minutes
+	@sh scripts/bootstrap.sh test
+	$(BIN)/python -m benchmarks
 
 lint:  ## ruff and mypy
 	@sh scripts/bootstrap.sh dev

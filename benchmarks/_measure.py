@@ -1,0 +1,57 @@
+"""What the benchmarks share: alternating repetitions, their medians and spread, tables, and starting several ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+WARM_UP = 2
+
+
+class Times(NamedTuple):
+    """Seconds of one run: median, least and most over the repetitions."""
+
+    median: float
+    low: float
+    high: float
+
+
+def alternate(runs: Mapping[str, Callable[[], object]], repetitions: int) -> dict[str, Times]:
+    """Time every run in turn, again and again, so that whatever disturbs one disturbs them all."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for repetition in range(repetitions + WARM_UP):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if repetition >= WARM_UP:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: Times(statistics.median(found), min(found), max(found)) for name, found in seconds.items()}
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str | float]]) -> str:
+    """Columns of equal width; numbers with four significant digits."""
+    cells = [[*columns], *([f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    return "\n".join(lines)
+
+
+def show(found: Mapping[str, Any], text: str, *, as_json: bool) -> None:
+    """Print a benchmark's result, as one document or for people."""
+    print(json.dumps(found, indent=1) if as_json else text)
+
+
+def on_ranks(num_ranks: int, module: str, arguments: Sequence[str]) -> int | None:
+    """Start the module on several ranks and return how they ended; None on the ranks themselves."""
+    if num_ranks == 1 or "RANK" in os.environ:
+        return None
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={num_ranks}", "--module", module, *arguments]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    return subprocess.run(command, env=environment, check=False).returncode
