@@ -304,6 +304,37 @@ class TestRefusals:
         _run_batches(way, model, [sound])
         assert called != []
 
+    @pytest.mark.parametrize(
+        ("frozen", "norm"),
+        [
+            (("embedding",), "layer 1 recomputes its input_layernorm"),
+            (("embedding", r"layers\.0\.self_attention"), "layer 1 recomputes its pre_mlp_layernorm"),
+            (("embedding", r"layers\.0\."), "layer 2 recomputes its input_layernorm"),
+        ],
+    )
+    @pytest.mark.parametrize("way", ["install", "runner"])
+    def test_a_recomputed_norm_that_no_gradient_reaches(self, way: str, frozen: tuple[str, ...], norm: str) -> None:
+        """The plain model fails in the middle of its backward; without gradients, it and we run."""
+        cell = replace(by_name("alltoall-recompute-layernorm-ep1"), frozen=frozen, layers="DM", num_microbatches=1)
+        model, (microbatch,) = make_model(cell), make_microbatches(cell)
+        with pytest.raises(TypeError, match="missing 1 required positional argument"):
+            model(**microbatch.inputs).backward(microbatch.output_grad)
+        model = make_model(cell)
+        called: list[Any] = []
+        model.embedding.register_forward_pre_hook(lambda module, _: called.append(module))
+        with pytest.raises(UnsupportedLayerError, match=f"{norm}, to whose input no gradient flows") as caught:
+            _run_batches(way, model, [microbatch.inputs], refused=0)
+        assert (caught.value.field, caught.value.value) == ("recompute_modules", ["layernorm"])
+        assert called == []
+        with torch.no_grad(), layernodes.install():
+            assert torch.equal(_run(model, microbatch), model(**microbatch.inputs))
+
+    @pytest.mark.parametrize("frozen", [(r"embedding.position",), ("embedding", "self_attention", "mlp")])
+    def test_a_recomputed_norm_that_a_gradient_reaches_or_that_nobody_needs(self, frozen: tuple[str, ...]) -> None:
+        """Part of the embedding trains; or nothing behind the norms does, and the norms train as in the plain model."""
+        cell = replace(by_name("alltoall-recompute-layernorm-ep1"), frozen=frozen, position="learned_absolute")
+        _check(cell)
+
     @pytest.mark.parametrize("on_the_instance", [False, True])
     def test_a_decoder_with_a_forward_of_its_own(self, on_the_instance: bool) -> None:
         """Refused where the plan is built: under ``install()`` and as a chunk plan."""

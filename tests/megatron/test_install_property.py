@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 
 import layernodes
-from tests.support.compare import run_cell
+from layernodes import UnsupportedLayerError
+from tests.support.compare import run_cell, run_plan
 from tests.support.configs import Cell
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
 from tests.support.full import FULL, property_settings
@@ -24,10 +25,14 @@ _FEW, _MANY = 12, 150
 @property_settings(25)
 @given(cell=install_cells())
 def test_one_rank(cell: Cell) -> None:
-    """EP=1."""
+    """EP=1; what the plain model fails on is refused."""
     use_layout(cell)
     verdict = run_cell(cell, layernodes.install)
-    assert verdict.status in ("right", "unrunnable"), (verdict, cell)
+    if verdict.status == "unrunnable":
+        with layernodes.install(), pytest.raises(UnsupportedLayerError):
+            run_plan(cell, cell.orders[0])
+    else:
+        assert verdict.status == "right", (verdict, cell)
 
 
 @pytest.mark.timeout(3600 if FULL else 600)
