@@ -206,15 +206,18 @@ class _Progress:
             pass
 
 
+def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
+    """The autocasts that are on here, as device type and dtype."""
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+
+
 @final
 class _ThreadState:
     """What torch keeps for each thread, taken in one thread and entered in another."""
 
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
-        ]
+        self._autocasts = autocasts()
         self._device = torch.get_default_device()
         self._inference = torch.is_inference_mode_enabled()
 
@@ -224,7 +227,7 @@ class _ThreadState:
             if self._inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self._grad))
-            for kind, dtype in self._autocast:
+            for kind, dtype in self._autocasts:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
             if self._device.type != "cpu":
                 stack.enter_context(self._device)

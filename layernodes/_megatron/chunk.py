@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from layernodes._megatron.chunk_ends import post_process, pre_process
 from layernodes._megatron.shared_parameters import SharedParameters
-from layernodes._megatron.support import check_block_kwargs, check_decoder, check_padding_mask
+from layernodes._megatron.support import check_block_kwargs, check_decoder, check_padding_mask, check_recomputed_norms
 from layernodes.errors import BatchError, UnsupportedLayerError
 from layernodes.wgrad import Site
 
@@ -79,6 +79,9 @@ class GPTChunk:
                 )
         check_block_kwargs(arguments.get("extra_block_kwargs"))
         check_padding_mask(arguments.get("padding_mask"), (*self.decoder_layers, *self.mtp_layers))
+        check_recomputed_norms(
+            self.model, arguments.get("decoder_input") if self.model.pre_process else state.hidden_states
+        )
         for name in _ARGUMENTS:
             if name not in _IGNORED:
                 setattr(state, name, arguments.get(name))

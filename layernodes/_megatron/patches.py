@@ -14,7 +14,7 @@ from megatron.core.models.common.model_chunk_schedule_plan import (
 from megatron.core.models.gpt import fine_grained_callables as gpt_callables
 
 from layernodes._megatron.plan_nodes import ChunkPostProcessNode, ChunkPreProcessNode, ProvingLayerNode
-from layernodes._megatron.support import check_block_kwargs, check_decoder, check_padding_mask
+from layernodes._megatron.support import check_block_kwargs, check_decoder, check_padding_mask, check_recomputed_norms
 
 
 class Patch(NamedTuple):
@@ -58,8 +58,10 @@ def _build_layer_schedule_plan(
     check_block_kwargs(self.state.extra_block_kwargs)
     if module is None:
         return
-    if module is self.state.model.decoder:
+    model = self.state.model
+    if module is model.decoder:
         check_decoder(module)
+        check_recomputed_norms(model, self.state.decoder_input if model.pre_process else module.input_tensor)
     layers = list(module.layers)
     check_padding_mask(self.state.padding_mask, layers)
     if getattr(module, "mtp_use_repeated_layer", False):

@@ -6,12 +6,14 @@ differ in:
 - storage is freed on proof (``layernodes.release``), not by slot name;
 - an output without a gradient, or that requires none (a frozen embedding), takes no part in backward;
 - a parameter that several nodes use gets one gradient a microbatch (``SharedParameters``);
+- forward runs under the autocast that the plan was built under: Megatron-Core's combined step leaves it before it runs
+  the plan, while its plain step runs forward, and no backward, under it;
 - pre-process ends the decoder's call where the chunk has no decoder layer, and post-process leaves its norm to it.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Final
 
 import torch
@@ -24,18 +26,24 @@ from layernodes._megatron.chunk_ends import post_process, pre_process
 from layernodes._megatron.shared_parameters import SharedParameters, StandIns, shared_gradients_of
 from layernodes._megatron.streams import current_lane
 from layernodes.release import release_inputs
+from layernodes.streams import autocasts
 from layernodes.wgrad import Site
 
 _LATE: Final = "layernodes_late_stand_ins"
 
 
-class _Backward:
-    """Backward of a Megatron-Core node, over those outputs that take part in it."""
+class _PlanNode:
+    """What our three nodes do otherwise than Megatron-Core's: forward in its contexts; backward over those outputs that
+    take part in it."""
 
     _stand_ins: StandIns | None = None
     _deferred: frozenset[int] = frozenset()
     _is_drained = True
     layer_state: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._autocasts = autocasts()
 
     def default_backward_func(self, outputs: tuple[Any, ...], output_grad: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run autograd from ``outputs``; the gradients of the inputs and parameters accumulate."""
@@ -65,13 +73,20 @@ class _Backward:
                 self._stand_ins = None
         return output_grad
 
-    def _standing_in(self, chunk_state: Any, sites: tuple[Site, ...]) -> AbstractContextManager[StandIns | None]:
-        if not sites or not torch.is_grad_enabled():
+    def _contexts(self, chunk_state: Any, sites: tuple[Site, ...]) -> AbstractContextManager[Any]:
+        """What forward runs under."""
+        stands_in = bool(sites) and torch.is_grad_enabled()
+        if not (stands_in or self._autocasts):
             return nullcontext()
-        return shared_gradients_of(chunk_state).standing_in(sites)
+        stack = ExitStack()
+        for kind, dtype in self._autocasts:
+            stack.enter_context(torch.autocast(kind, dtype=dtype))
+        if stands_in:
+            self._stand_ins = stack.enter_context(shared_gradients_of(chunk_state).standing_in(sites))
+        return stack
 
 
-class ProvingLayerNode(_Backward, TransformerLayerNode):  # type: ignore[misc]  # Megatron-Core has no type information
+class ProvingLayerNode(_PlanNode, TransformerLayerNode):  # type: ignore[misc]  # Megatron-Core has no type information
     """One slot of one layer and microbatch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -102,7 +117,7 @@ class ProvingLayerNode(_Backward, TransformerLayerNode):  # type: ignore[misc]  
         return False  # never by name: see _forward
 
     def _forward(self, *inputs: Any) -> Any:
-        with self._standing_in(self.chunk_state, self._sites) as self._stand_ins:
+        with self._contexts(self.chunk_state, self._sites):
             output = super()._forward(*inputs)
         frees_input = getattr(self.submodule, "frees_input", None)
         if frees_input is not None and frees_input():
@@ -110,12 +125,12 @@ class ProvingLayerNode(_Backward, TransformerLayerNode):  # type: ignore[misc]  
         return output
 
 
-class ChunkPreProcessNode(_Backward, PreProcessNode):  # type: ignore[misc]  # Megatron-Core has no type information
+class ChunkPreProcessNode(_PlanNode, PreProcessNode):  # type: ignore[misc]  # Megatron-Core has no type information
     """The chunk's pre-process."""
 
     def _forward(self, *inputs: Any) -> Any:
         sites = SharedParameters.of(self.model).pre_process
-        with self._standing_in(self.chunk_state, sites) as self._stand_ins:
+        with self._contexts(self.chunk_state, sites):
             return super()._forward(*inputs)
 
     def forward_impl(self) -> Tensor:
@@ -125,12 +140,12 @@ class ChunkPreProcessNode(_Backward, PreProcessNode):  # type: ignore[misc]  # M
         )
 
 
-class ChunkPostProcessNode(_Backward, PostProcessNode):  # type: ignore[misc]  # Megatron-Core has no type information
+class ChunkPostProcessNode(_PlanNode, PostProcessNode):  # type: ignore[misc]  # Megatron-Core has no type information
     """The chunk's post-process: logits or loss."""
 
     def _forward(self, *inputs: Any) -> Any:
         sites = SharedParameters.of(self.model).post_process
-        with self._standing_in(self.chunk_state, sites) as self._stand_ins:
+        with self._contexts(self.chunk_state, sites):
             return super()._forward(*inputs)
 
     def forward_impl(self, hidden_states: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from megatron.core.enums import Fp8Recipe
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -104,6 +105,40 @@ def check_padding_mask(padding_mask: Any, layers: Iterable[Any]) -> None:
                 field="moe_router_enable_expert_bias",
                 value=True,
             )
+
+
+def check_recomputed_norms(model: Any, given: Any) -> None:
+    """Raise UnsupportedLayerError for a recomputed norm to whose input no gradient flows, in a GPT model's decoder.
+
+    Megatron-Core's recompute then has nothing to run on: the plain model fails too, in the middle of its backward.
+
+    Args:
+        model: the ``GPTModel`` chunk.
+        given: the hidden states that it is given instead of embedding tokens; None where it is given none.
+    """
+    if not torch.is_grad_enabled():
+        return
+    if _trains(model.embedding) if model.pre_process and given is None else given is None or given.requires_grad:
+        return
+    for layer in model.decoder.layers:
+        for norm, recomputes, user in (
+            ("input_layernorm", layer.recompute_input_layernorm, layer.self_attention),
+            ("pre_mlp_layernorm", layer.recompute_pre_mlp_layernorm, layer.mlp),
+        ):
+            if recomputes and _trains(user):
+                raise UnsupportedLayerError(
+                    f"layer {layer.layer_number} recomputes its {norm}, to whose input no gradient flows, since all "
+                    f"parameters before it are frozen; the plain layer fails on it too: take 'layernorm' out of "
+                    f"recompute_modules, or train the embedding",
+                    field="recompute_modules",
+                    value=layer.config.recompute_modules,
+                )
+            if _trains(user) or (not recomputes and _trains(getattr(layer, norm))):
+                return
+
+
+def _trains(module: Any) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _check_moe_layer(layer: TransformerLayer) -> None:

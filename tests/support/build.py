@@ -65,7 +65,8 @@ def make_config(cell: Cell) -> TransformerConfig:
     values |= {"tensor_model_parallel_size": cell.tp, "expert_model_parallel_size": cell.ep}
     values["expert_tensor_parallel_size"] = cell.etp
     if "M" in cell.layers:
-        values |= {"num_moe_experts": cell.local_experts * cell.ep, "moe_ffn_hidden_size": 24}
+        values["num_moe_experts"] = cell.local_experts * cell.ep
+        values.setdefault("moe_ffn_hidden_size", 24)
         values["moe_layer_freq"] = [int(letter == "M") for letter in cell.layers]
     if cell.mtp:
         values |= {"mtp_num_layers": cell.mtp, "mtp_loss_scaling_factor": 0.1}
@@ -152,7 +153,7 @@ def _microbatch(cell: Cell, index: int, generator: torch.Generator) -> Microbatc
         inputs["packed_seq_params"] = _packed(cell)
     dtype = getattr(torch, cell.config.get("params_dtype", "float32"))
     parts = cell.tp if cell.config.get("sequence_parallel") else 1
-    hidden_shape = (seq // parts, cell.batch, 32)
+    hidden_shape = (seq // parts, cell.batch, cell.config.get("hidden_size", _BASE["hidden_size"]))
     hidden = None
     if not cell.pre_process:
         hidden = torch.randn(hidden_shape, generator=generator, dtype=dtype).requires_grad_()

@@ -6,10 +6,11 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -69,15 +70,36 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How to train: plainly where ``order`` is None."""
+    """How to train: plainly where ``order`` is None; or in Megatron-Core's own combined 1F1B, under ``install()``."""
 
     order: str | Callable[..., layernodes.PairSchedule] | None = None
     wgrad: str = "off"
     streams: str = "inline"
+    installed: bool = False
 
     def __str__(self) -> str:
-        name = getattr(self.order, "__name__", self.order)
+        name = "install()" if self.installed else getattr(self.order, "__name__", self.order)
         return f"{name}, wgrad={self.wgrad}, {self.streams}"
+
+    def context(self, chunks: Sequence[Module], **options: Any) -> AbstractContextManager[Any]:
+        """What to train these chunks under; options as for ``schedule()``."""
+        if self.installed:
+            return _installed(chunks, delay_wgrad=self.wgrad == "auto")
+        if self.order is None:
+            return nullcontext()
+        return schedule(chunks, self.order, wgrad=self.wgrad, streams=self.streams, **options)
+
+
+@contextmanager
+def _installed(chunks: Sequence[Module], *, delay_wgrad: bool) -> Iterator[None]:
+    """``install()``, with Megatron-Core's flags set past its checks, which want bf16 and EP > 1."""
+    configs = {id(config): config for c in chunks for m in c.modules() if (config := getattr(m, "config", None))}
+    with ExitStack() as stack:
+        for config in configs.values():
+            stack.enter_context(mock.patch.object(config, "overlap_moe_expert_parallel_comm", True))
+            stack.enter_context(mock.patch.object(config, "delay_wgrad_compute", delay_wgrad))
+        stack.enter_context(layernodes.install())
+        yield
 
 
 PLAIN = Way()
@@ -109,9 +131,11 @@ WAYS: Sequence[Way] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What came of a run on this rank: losses (on the last stage) and parameters by chunk and name."""
+    """What came of a run on this rank: losses (on the last stage); by chunk and name, the parameters, and the last
+    step's gradients, whose differences an optimizer may round away."""
 
     losses: Sequence[Tensor]
+    gradients: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
 
     def difference(self, other: Trained) -> str | None:
@@ -121,8 +145,12 @@ class Trained:
         for index, (one, two) in enumerate(zip(self.losses, other.losses, strict=True)):
             if not torch.equal(one, two):
                 return f"loss {index}: {one} and {two}"
-        differing = [name for name, value in self.parameters.items() if not torch.equal(value, other.parameters[name])]
-        return f"parameters {differing[:4]} of {len(self.parameters)}" if differing else None
+        for what in ("gradients", "parameters"):
+            one, two = getattr(self, what), getattr(other, what)
+            differing = [n for n in {**one, **two} if n not in one or n not in two or not torch.equal(one[n], two[n])]
+            if differing:
+                return f"{what} {differing[:4]} of {len(one)}"
+        return None
 
 
 class Trainer:
@@ -139,6 +167,7 @@ class Trainer:
         self.chunks = [_make_chunk(case, self.config, stage) for stage in range(case.vpp or 1)]
         self.step = 0
         self.losses: list[Tensor] = []
+        self._gradients: dict[str, Tensor] = {}
         if case.ddp is None:
             self.optimizer: Any = torch.optim.SGD([p for c in self.chunks for p in c.parameters()], lr=0.1)
         else:
@@ -189,10 +218,7 @@ class Trainer:
     def run(self, way: Way, steps: int, *, forward_only: bool = False, **options: Any) -> None:
         """Take ``steps`` training steps, or evaluate ``steps`` batches."""
         case = self.case
-        context: Any = nullcontext()
-        if way.order is not None:
-            context = schedule(self.chunks, way.order, wgrad=way.wgrad, streams=way.streams, **options)
-        with context:
+        with way.context(self.chunks, **options):
             for _ in range(steps):
                 if not forward_only:
                     for chunk in self.chunks:
@@ -211,8 +237,16 @@ class Trainer:
                     forward_only=forward_only,
                 )
                 if not forward_only:
+                    self._gradients = dict(self._find_gradients())
                     self.optimizer.step()
                 self.step += 1
+
+    def _find_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for index, chunk in enumerate(self.chunks):
+            for name, parameter in chunk.named_parameters():
+                gradient = parameter.grad if self.case.ddp is None else parameter.main_grad
+                if gradient is not None:
+                    yield f"{index}.{name}", gradient.detach().clone()
 
     def trained(self) -> Trained:
         """What came of it so far."""
@@ -221,6 +255,7 @@ class Trainer:
                 chunk.start_param_sync(force_sync=True)
         return Trained(
             losses=list(self.losses),
+            gradients=dict(self._gradients),
             parameters={
                 f"{index}.{name}": value.detach().clone()
                 for index, chunk in enumerate(self.chunks)
