@@ -22,6 +22,7 @@ from tests.support.wgrads import (
     ModuleNode,
     StoreNode,
     chunk_of,
+    held_bytes,
     leaf,
     logged,
     plain,
@@ -437,7 +438,7 @@ def test_what_waits_between_b_and_w_is_the_input_and_the_outputs_gradient(wgrad:
     x = torch.randn(64, 16, requires_grad=True)
     loss_grad = torch.randn(64, 8)
     given = x.nbytes + loss_grad.nbytes
-    start = _held_bytes() - parameters - given
+    start = held_bytes() - parameters - given
     at = next(i for i, place in enumerate(chunk.places) if place.node is not None)
     chunk_run = chunk.open(x)
     chunk_run.forward(at, None)
@@ -447,30 +448,15 @@ def test_what_waits_between_b_and_w_is_the_input_and_the_outputs_gradient(wgrad:
     chunk_run.backward(at)
     chunk_run.end_backward()
     chunk_run.input_grad = None
-    waiting = _held_bytes() - start
+    waiting = held_bytes() - start
     hidden = 64 * 32 * 4
     if wgrad == "off":
         assert waiting == 2 * parameters + given
     else:
         assert waiting == parameters + biases + given + hidden + hidden  # the hidden activation and its gradient
         chunk_run.weight_gradients(at)
-        assert _held_bytes() - start == 2 * parameters + given
+        assert held_bytes() - start == 2 * parameters + given
     chunk_run.close()
-
-
-def _held_bytes() -> int:
-    """Bytes of the storages that tensors in Python, or closures and graphs behind them, keep alive."""
-    import gc  # noqa: PLC0415
-
-    gc.collect()
-    found: dict[int, int] = {}
-    for value in gc.get_objects():
-        if type(value) in (Tensor, Parameter) and value.device.type == "cpu" and value.numel() >= 8:
-            storage = value.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-            if value.is_leaf and value.grad is not None:
-                found[value.grad.untyped_storage().data_ptr()] = value.grad.untyped_storage().nbytes()
-    return sum(found.values())
 
 
 class TestHooks:

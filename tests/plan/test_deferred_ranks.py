@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from tests.support.configs import CELLS
 from tests.support.full import FULL
 from tests.support.idle_rank import IDLE, check_idle_rank
@@ -28,13 +32,34 @@ def test_cells_of_two_ranks() -> None:
     assert values_on_ranks(f"{_CASES}:equal_plain", names, 2, seconds=500) == [{}, {}]
 
 
-def test_parallel_linears_of_two_ranks() -> None:
+@pytest.fixture(scope="module")
+def of_linears() -> Any:
+    """What each of two ranks found out about parallel linears."""
+    return values_on_ranks(f"{_CASES}:linears_and_held")
+
+
+def test_parallel_linears_of_two_ranks(of_linears: Any) -> None:
     """Asynchronous all-reduce, sequence parallel with its gather in W, experts' own communication; one product each."""
-    for values in values_on_ranks(f"{_CASES}:linears"):
+    for values, _ in of_linears:
         assert len(values) == 32
         for name, (same, products) in values.items():
             assert same, name
             assert products == [3, 3, 3], name
+
+
+def test_between_b_and_w_a_rank_holds_its_shard_of_the_sequence(of_linears: Any) -> None:
+    """Of a column parallel linear, whose input is sharded: the shard, and the gradient of the whole output; W gathers
+    the input again. A row parallel one's input is whole, and a part of its columns."""
+    shard, whole, batch, floats = 16, 32, 4, 4
+    for _, held in of_linears:
+        column, row = held["column"], held["row"]
+        assert column["waiting"] == floats * batch * (shard * 8 + whole * 3)
+        assert column["gathers"] == {"F": [(shard, batch, 8)], "B": [], "W": [(shard, batch, 8)]}
+        assert row["waiting"] == floats * batch * (shard * 4 + shard * 6)
+        assert row["gathers"] == {"F": [], "B": [], "W": []}
+        for found in (column, row):
+            assert found["left"] == 0
+            assert found["same"]
 
 
 def test_a_rank_without_tokens() -> None:

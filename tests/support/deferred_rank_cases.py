@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -16,7 +17,7 @@ from layernodes import schedules
 from tests.support.configs import by_name
 from tests.support.deferred_runs import DeferredBench, random_deferred_schedule
 from tests.support.idle_rank import expert_gradients
-from tests.support.wgrads import gradients, logged, plain, plan_of, run
+from tests.support.wgrads import gradients, held_bytes, logged, plain, plan_of, run
 from tests.support.world import use_layout
 
 
@@ -89,13 +90,76 @@ class _Linear(Module):
         return output if bias is None else output + bias
 
 
-def linears() -> dict[str, Any]:
+def linears_and_held() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Every kind of parallel linear in one process group."""
+    return _all_linears(), _held_between_b_and_w()
+
+
+def _all_linears() -> dict[str, Any]:
     """Every kind of parallel linear against its own autograd on two ranks, and where its products run."""
     found: dict[str, Any] = {}
     for ep in (1, 2):
         use_layout(by_name("tp2-ep2-etp1-alltoall" if ep == 2 else "tp2-ep1-etp2-alltoall"))
         found |= {f"ep={ep} {name}": value for name, value in _linears(ep).items()}
     return found
+
+
+class _Sandwich(Module):
+    """A parallel linear between two operations, so that its input and its output are the node's own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner = _Linear(kind, sequence_parallel=True, is_expert=False, ep=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * 2) * 3
+
+
+def _held_between_b_and_w() -> dict[str, Any]:
+    """Bytes that wait between B and W under sequence parallelism, and the gathers of each phase."""
+    use_layout(by_name("tp2-ep1-etp2-alltoall"))
+    return {kind: _held_of(kind) for kind in ("column", "row")}
+
+
+def _held_of(kind: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = _Sandwich(kind)
+    chunk = plan_of(module)
+    (at,) = (index for index, place in enumerate(chunk.places) if place.node is not None)
+    x = torch.randn(16, 4, module.inner.linear.weight.shape[1], requires_grad=True)
+    gradient = torch.randn(module(x).shape)
+    gathers: dict[str, list[tuple[int, ...]]] = {"F": [], "B": [], "W": []}
+    own = parallel_layers.dist_all_gather_func
+    phase = "F"
+
+    def gather(output: Tensor, input: Tensor, **options: Any) -> Any:
+        gathers[phase].append(tuple(input.shape))
+        return own(output, input, **options)
+
+    before = held_bytes()
+    parallel_layers.dist_all_gather_func = gather
+    try:
+        chunk_run = chunk.open(x)
+        chunk_run.forward(at, None)
+        chunk_run.end_forward()
+        chunk_run.output = None
+        phase = "B"
+        chunk_run.begin_backward(gradient)
+        chunk_run.backward(at)
+        chunk_run.end_backward()
+        chunk_run.input_grad = None
+        x.grad = None
+        waiting = held_bytes() - before
+        phase = "W"
+        chunk_run.weight_gradients(at)
+    finally:
+        parallel_layers.dist_all_gather_func = own
+    chunk_run.close()
+    weight = module.inner.linear.weight
+    left = held_bytes() - before - weight.grad.nbytes
+    deferred, weight.grad = weight.grad, None
+    module(x.detach()).backward(gradient)
+    return {"waiting": waiting, "left": left, "gathers": gathers, "same": torch.equal(deferred, weight.grad)}
 
 
 def _linears(ep: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -156,6 +157,19 @@ def plain(
         y.backward(torch.ones_like(y) if loss_grads is None else loss_grads[i])
         found.append(x.grad)
     return found
+
+
+def held_bytes() -> int:
+    """Bytes of the storages that tensors in Python, or closures and graphs behind them, keep alive."""
+    gc.collect()
+    found: dict[int, int] = {}
+    for value in gc.get_objects():
+        if type(value) in (Tensor, torch.nn.Parameter) and value.device.type == "cpu" and value.numel() >= 8:
+            storage = value.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+            if value.is_leaf and value.grad is not None:
+                found[value.grad.untyped_storage().data_ptr()] = value.grad.untyped_storage().nbytes()
+    return sum(found.values())
 
 
 @contextmanager
