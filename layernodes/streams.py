@@ -193,9 +193,10 @@ class _ThreadState:
 
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
-        ]
+        accelerator = torch.accelerator.current_accelerator()
+        kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+        self._autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
+        self._autocast_caches = torch.is_autocast_cache_enabled()
         self._device = torch.get_default_device()
         self._inference = torch.is_inference_mode_enabled()
 
@@ -206,7 +207,7 @@ class _ThreadState:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self._grad))
             for kind, dtype in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype))
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._autocast_caches))
             if self._device.type != "cpu":
                 stack.enter_context(self._device)
             yield
