@@ -111,7 +111,8 @@ class ThreadStreams[T: Task]:
         progress = _Progress()
         start = time.perf_counter()
 
-        def work(lane: int) -> None:
+        # Handed over and not closed over: a lane that outlives the run still needs it when this frame has dropped it.
+        def work(lane: int, progress: _Progress) -> None:
             clock = time.perf_counter
             for task in lanes[lane]:
                 if not progress.wait(1 - lane, task.waits_for):
@@ -126,18 +127,18 @@ class ThreadStreams[T: Task]:
                 progress.advance(lane)
 
         if not lanes[1]:
-            work(0)
+            work(0, progress)
         else:
             inherit = _ThreadState()
 
-            def work_on_comm() -> None:
+            def work_on_comm(progress: _Progress) -> None:
                 with inherit.entered():
-                    work(1)
+                    work(1, progress)
 
-            thread = threading.Thread(target=work_on_comm, name="layernodes-comm", daemon=True)
+            thread = threading.Thread(target=work_on_comm, args=(progress,), name="layernodes-comm", daemon=True)
             thread.start()
             try:
-                work(0)
+                work(0, progress)
                 progress.wait(1, lanes[1][-1].index)
             except BaseException as error:  # an interrupt between two tasks
                 progress.fail(error)
@@ -179,9 +180,9 @@ class _Progress:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Keep the first failure and wake everybody."""
+        """Keep the first failure and wake everybody; a later one, perhaps after the run, has nobody to tell."""
         with self._changed:
-            if self.error is None:
+            if not self.failed:
                 self.error = error
             self.failed = True
             self._changed.notify_all()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -118,26 +120,39 @@ class TestFailures:
         with pytest.raises(ValueError, match="t0"):
             ThreadStreams[_Task]().run(_tasks((COMPUTE, NO_WAIT), (COMM, NO_WAIT)), perform)
 
-    def test_patience(self) -> None:
-        """A lane that is in a long task is waited for no longer than that."""
+    @pytest.mark.parametrize("raises_later", [False, True])
+    def test_patience(self, raises_later: bool) -> None:
+        """A lane that is in a long task is waited for no longer; it then ends in silence and holds nothing."""
         go_on = threading.Event()
         started = threading.Event()
+        held: list[weakref.ref[Tensor]] = []
 
         def perform(task: _Task, _: object) -> None:
             if task.lane == COMM:
+                tensor = torch.zeros(3)
+                held.append(weakref.ref(tensor))
                 started.set()
                 go_on.wait(20)
+                if raises_later:
+                    raise ValueError("later")
             else:
                 started.wait(20)
                 raise ValueError("planted")
 
-        began = time.monotonic()
-        with pytest.raises(ValueError, match="planted"):
-            ThreadStreams[_Task](patience=0.1).run(_tasks((COMPUTE, NO_WAIT), (COMM, NO_WAIT)), perform)
-        assert 0.1 <= time.monotonic() - began < 1
-        (left,) = [thread for thread in threading.enumerate() if thread.name.startswith("layernodes")]
-        go_on.set()
-        left.join(5)
+        gc.collect()
+        gc.disable()
+        try:
+            began = time.monotonic()
+            with pytest.raises(ValueError, match="planted"):
+                ThreadStreams[_Task](patience=0.1).run(_tasks((COMPUTE, NO_WAIT), (COMM, NO_WAIT)), perform)
+            assert 0.1 <= time.monotonic() - began < 1
+            (left,) = [thread for thread in threading.enumerate() if thread.name.startswith("layernodes")]
+            assert held[0]() is not None
+            go_on.set()
+            left.join(5)
+            assert held[0]() is None
+        finally:
+            gc.enable()
 
 
 def _settings() -> dict[str, Any]:
