@@ -111,7 +111,8 @@ class ThreadStreams[T: Task]:
         progress = _Progress()
         start = time.perf_counter()
 
-        def work(lane: int) -> None:
+        # Handed over and not closed over: a lane that outlives the run still needs it when this frame has dropped it.
+        def work(lane: int, progress: _Progress) -> None:
             clock = time.perf_counter
             for task in lanes[lane]:
                 if not progress.wait(1 - lane, task.waits_for):
@@ -126,18 +127,18 @@ class ThreadStreams[T: Task]:
                 progress.advance(lane)
 
         if not lanes[1]:
-            work(0)
+            work(0, progress)
         else:
             inherit = _ThreadState()
 
-            def work_on_comm() -> None:
+            def work_on_comm(progress: _Progress) -> None:
                 with inherit.entered():
-                    work(1)
+                    work(1, progress)
 
-            thread = threading.Thread(target=work_on_comm, name="layernodes-comm", daemon=True)
+            thread = threading.Thread(target=work_on_comm, args=(progress,), name="layernodes-comm", daemon=True)
             thread.start()
             try:
-                work(0)
+                work(0, progress)
                 progress.wait(1, lanes[1][-1].index)
             except BaseException as error:  # an interrupt between two tasks
                 progress.fail(error)
@@ -187,9 +188,9 @@ class _Progress:
             self._open(lane)
 
     def fail(self, error: BaseException) -> None:
-        """Keep the first failure and wake everybody."""
+        """Keep the first failure and wake everybody; a later one, perhaps after the run, has nobody to tell."""
         with self._failing:
-            if self.error is None:
+            if not self.failed:
                 self.error = error
             self.failed = True
         for lane in (0, 1):
@@ -208,7 +209,9 @@ class _Progress:
 
 def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
     """The autocasts that are on here, as device type and dtype."""
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
 
 
 @final
@@ -218,6 +221,7 @@ class _ThreadState:
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
         self._autocasts = autocasts()
+        self._autocast_caches = torch.is_autocast_cache_enabled()
         self._device = torch.get_default_device()
         self._inference = torch.is_inference_mode_enabled()
 
@@ -228,7 +232,7 @@ class _ThreadState:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self._grad))
             for kind, dtype in self._autocasts:
-                stack.enter_context(torch.autocast(kind, dtype=dtype))
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._autocast_caches))
             if self._device.type != "cpu":
                 stack.enter_context(self._device)
             yield

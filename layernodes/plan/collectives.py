@@ -2,15 +2,15 @@
 ranks would wait in different ones.
 
 Which step issues collectives of which group shows in the groups' sequence numbers. ``CollectiveWatch`` compares them
-before and after each step of a program's first run; where steps of both streams overlap, it cannot tell whose they are
-and leaves them out. The recording streams see every collective.
+before and after each step of a program's first run, for every group of more than one rank that counts; where steps of
+both streams overlap, it cannot tell whose they are and leaves them out. The recording streams see every collective.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,27 @@ from layernodes.plan.program import LANES, Op
 
 @final
 class CollectiveWatch:
-    """Watches the steps of one run."""
+    """Watches the steps of one run; ``of_process`` makes one for all groups of this process.
 
-    def __init__(self) -> None:
-        self._groups: list[ProcessGroup] = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+    Args:
+        groups: groups that count their collectives.
+    """
+
+    def __init__(self, groups: Sequence[ProcessGroup]) -> None:
+        self._groups = groups
         self._lock = threading.Lock()
         self._running: list[Op | None] = [None, None]
         self._before: list[list[int]] = [[], []]
         self._is_alone = [True, True]
         self._first: dict[int, Op] = {}
+
+    @classmethod
+    def of_process(cls) -> Self | None:
+        """A watch over the groups of more than one rank that count; None where there is none."""
+        if not dist.is_initialized():
+            return None
+        groups = [group for group in dist.distributed_c10d._world.pg_map if group.size() > 1 and _counts(group)]
+        return cls(groups) if groups else None
 
     def begin(self, op: Op) -> None:
         """A step starts."""
@@ -64,8 +76,20 @@ class CollectiveWatch:
                         )
 
     def _sequence_numbers(self) -> list[int]:
-        # A method of the C++ class that torch's stubs leave out.
-        return [int(group._get_sequence_number_for_group()) for group in self._groups]  # type: ignore[attr-defined]
+        return [_sequence_number(group) for group in self._groups]
+
+
+def _counts(group: ProcessGroup) -> bool:
+    try:
+        _sequence_number(group)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _sequence_number(group: ProcessGroup) -> int:
+    # A method of the C++ class that torch's stubs leave out.
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
 
 def group_of(arguments: Sequence[Any]) -> str | None:

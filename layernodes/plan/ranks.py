@@ -3,8 +3,9 @@
 Ranks with different schedules would wait in different collectives for ever. So, on every run and for every group over
 which the chunk exchanges tokens, each rank gathers all ranks' fingerprints: issued before the first step, on a CPU
 group of its own so that it crosses no other collective, and awaited on both streams before the first step that may
-communicate (the router already gathers token counts). A rank that refuses its schedule or its batches takes part too,
-with a fingerprint that nobody else has, so that the others are told.
+communicate (the router already gathers token counts). A rank that never comes is waited for as long as the group's own
+collectives would wait. A rank that refuses its schedule or its batches takes part too, with a fingerprint that nobody
+else has, so that the others are told.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import Any, final
 
 import torch
@@ -43,7 +45,7 @@ class RankCheck:
         for group in groups:
             ranks = tuple(dist.get_process_group_ranks(group))
             found = [torch.empty(_NUM_BYTES, dtype=torch.uint8, device="cpu") for _ in ranks]
-            work = dist.all_gather(found, mine, group=self._side_group(ranks), async_op=True)
+            work = dist.all_gather(found, mine, group=self._side_group(ranks, group), async_op=True)
             pending.append((work, ranks, found))
         return PendingCheck(mine, pending)
 
@@ -59,12 +61,27 @@ class RankCheck:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
 
-    def _side_group(self, ranks: tuple[int, ...]) -> ProcessGroup:
+    def _side_group(self, ranks: tuple[int, ...], main: ProcessGroup) -> ProcessGroup:
         if ranks not in self._side_groups:
-            group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+            group = dist.new_group(
+                list(ranks), backend="gloo", timeout=_timeout_of(main), use_local_synchronization=True
+            )
             assert isinstance(group, ProcessGroup)
             self._side_groups[ranks] = group
         return self._side_groups[ranks]
+
+
+def _timeout_of(group: ProcessGroup) -> timedelta | None:
+    """How long the group's collectives wait for a rank; None, which stands for torch's default, where it does not say.
+
+    Torch has no public way to ask.
+    """
+    try:
+        backend: Any = group._get_backend(group._device_types[0])
+        timeout: timedelta = backend.options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return timeout
 
 
 @final

@@ -235,7 +235,7 @@ class Runner:
             calls=calls,
             pending=pending,
             generators=generators,
-            watch=CollectiveWatch() if groups and not compiled.is_watched else None,
+            watch=None if compiled.is_watched else CollectiveWatch.of_process(),
             before_step=self._before_step,
             after_step=self._after_step,
         )

@@ -9,6 +9,7 @@ from tests.support.configs import CELLS
 from tests.support.full import FULL
 from tests.support.idle_rank import IDLE, check_idle_rank
 from tests.support.ranks import run_on_ranks, values_on_ranks
+from tests.support.stream_rank_cases import ABSENT
 
 _CASES = "tests.support.rank_cases"
 
@@ -59,12 +60,38 @@ def test_different_schedules_are_a_mismatch_on_both_ranks() -> None:
 
 
 def test_a_killed_rank_is_an_error_on_the_other() -> None:
-    """Within the group's timeout, as a StepError."""
-    survivor, victim = run_on_ranks(f"{_CASES}:killed_peer", "alltoall-moe-ep2", group_seconds=8, seconds=60)
+    """A StepError within the timeout of the groups, counted from the last step that went well."""
+    seconds = 5.0
+    survivor, victim = run_on_ranks(
+        f"{_CASES}:killed_peer", "alltoall-moe-ep2", seconds, group_seconds=seconds, seconds=60
+    )
     assert victim.exit_code == -9, victim.log
     assert not survivor.error, survivor.error
     assert survivor.value["step"] is not None
-    assert survivor.value["seconds"] < 20
+    assert survivor.value["completed"] > 0
+    assert survivor.value["seconds"] < seconds
+    assert survivor.value["thread"] < seconds
+
+
+def test_a_node_that_raises_is_an_error_on_both_ranks() -> None:
+    """On its own rank at once; on the other, which waits in a collective, within the timeout of the groups.
+
+    So is a rank that never comes to the comparison of schedules.
+    """
+    seconds = 3.0
+    other, failing = values_on_ranks("tests.support.stream_rank_cases:raising_node", "alltoall-moe-ep2", seconds)
+    assert other[ABSENT]["step"] is not None
+    assert other[ABSENT]["seconds"] < seconds + 1
+    assert failing.pop(ABSENT)["step"] is None
+    for step, seen in failing.items():
+        assert seen["step"] == step
+        assert seen["cause"] == "ValueError"
+        assert seen["seconds"] < 1.5
+        assert seen["thread"] < seconds + 1  # its other lane may wait in a collective
+        assert other[step]["step"] is not None
+        assert other[step]["cause"] != "ValueError"
+        assert other[step]["seconds"] < seconds + 1
+        assert other[step]["thread"] < seconds + 1
 
 
 def test_a_rank_without_tokens() -> None:

@@ -137,25 +137,39 @@ def _exchanged(schedule: Schedule) -> list[Step]:
     return [Step(step.phase, swap.get(step.microbatch, step.microbatch), step.layer, step.slot) for step in schedule]
 
 
-def killed_peer(name: str) -> dict[str, Any]:
-    """Rank 1 is killed in the middle of a step; what rank 0 gets, and when."""
+def killed_peer(name: str, group_seconds: float) -> dict[str, Any]:
+    """Rank 1 is killed in the middle of a step; what rank 0 gets, and how long after its last step."""
     cell = by_name(name)
-    use_layout(cell)
+    use_layout(cell, seconds=group_seconds)
     bench = Bench(cell)
     schedule = schedules.combined_1f1b(bench.chunk().shape, len(bench.microbatches))
+    latest = time.monotonic()
 
     def die(step: Step) -> None:
-        if str(step) == "F1.L1.mlp":
+        if str(step) == "F1.L1.mlp" and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def note(_: Step) -> None:
+        nonlocal latest
+        latest = time.monotonic()
+
     bench.reset()
-    began = time.monotonic()
-    runner = Runner(streams="threads", before_step=die if dist.get_rank() == 1 else None)
+    runner = Runner(streams="threads", before_step=die, after_step=note)
     try:
         runner.run(schedule, bench.chunk(), bench.batches(), bench.loss_grads())
     except StepError as error:
-        return {"step": error.step, "seconds": time.monotonic() - began, "completed": len(error.completed)}
+        seconds = time.monotonic() - latest
+        return {"step": error.step, "seconds": seconds, "completed": len(error.completed), "thread": seconds_to_end()}
     return {"step": None}
+
+
+def seconds_to_end() -> float:
+    """How long the threads of a run take to end."""
+    began = time.monotonic()
+    for thread in threading.enumerate():
+        if thread.name.startswith("layernodes"):
+            thread.join()
+    return time.monotonic() - began
 
 
 def empty_rank(names: Sequence[str]) -> dict[str, Any]:

@@ -62,8 +62,11 @@ def single_process_world() -> Iterator[None]:
         yield
 
 
-def use_layout(cell: Cell) -> None:
-    """Make Megatron's groups for the cell's parallel sizes, unless they are there already."""
+def use_layout(cell: Cell, *, seconds: float = 1800.0) -> None:
+    """Make Megatron's groups for the cell's parallel sizes, unless they are there already.
+
+    ``seconds`` is their timeout, if they are made.
+    """
     if parallel_state.model_parallel_is_initialized():
         if _current_layout() == (cell.tp, cell.ep, cell.etp):
             return
@@ -73,6 +76,7 @@ def use_layout(cell: Cell) -> None:
         expert_model_parallel_size=cell.ep,
         expert_tensor_parallel_size=cell.etp,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=seconds / 60,
     )
 
 
