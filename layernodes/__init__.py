@@ -55,8 +55,10 @@ if TYPE_CHECKING:
     from layernodes.plan.generators import backward_steps, forward_steps, interleave, pair_steps
     from layernodes.plan.layer_hooks import LayerHooks
     from layernodes.plan.layer_plan import ForwardFuncs, LayerPlan
+    from layernodes.plan.measurement import Measurement, SlotSpread
     from layernodes.plan.optimize import optimize, optimize_pair
     from layernodes.plan.presets import preset
+    from layernodes.plan.profile import profile
     from layernodes.plan.recording import Record, RecordingStreams, RecordKind
     from layernodes.plan.rng import RngMode
     from layernodes.plan.runner import Runner, RunResult, StreamKind
@@ -114,8 +116,10 @@ _NAMES: Final = {
     "layernodes.plan.chunk_run": ("ChunkRun",),
     "layernodes.plan.costs": ("CostModel", "SlotCost"),
     "layernodes.plan.simulate": ("simulate",),
+    "layernodes.plan.measurement": ("Measurement", "SlotSpread"),
     "layernodes.plan.optimize": ("optimize", "optimize_pair"),
     "layernodes.plan.presets": ("preset",),
+    "layernodes.plan.profile": ("profile",),
     "layernodes.plan.describe": ("LayerDescription", "NodeDescription"),
     "layernodes.plan.generators": ("backward_steps", "forward_steps", "interleave", "pair_steps"),
     "layernodes.plan.layer_hooks": ("LayerHooks",),
@@ -143,6 +147,7 @@ __all__ = [
     "optimize",
     "optimize_pair",
     "preset",
+    "profile",
     "CostError",
     "MissingExtraError",
     "MEGATRON_SLOTS",
@@ -167,6 +172,7 @@ __all__ = [
     "LayerPlan",
     "LayerShape",
     "MTPPostNode",
+    "Measurement",
     "NodeContext",
     "NodeDefinitionError",
     "NodeDescription",
@@ -190,6 +196,7 @@ __all__ = [
     "ScheduleParseError",
     "Slot",
     "SlotShape",
+    "SlotSpread",
     "Step",
     "StepError",
     "StreamKind",
