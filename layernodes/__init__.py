@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from layernodes.plan.chunk_run import ChunkRun
     from layernodes.plan.costs import CostModel, SlotCost
     from layernodes.plan.describe import LayerDescription, NodeDescription
+    from layernodes.plan.explanation import Explanation, explain
     from layernodes.plan.generators import backward_steps, forward_steps, interleave, pair_steps
     from layernodes.plan.layer_hooks import LayerHooks
     from layernodes.plan.layer_plan import ForwardFuncs, LayerPlan
@@ -121,6 +122,7 @@ _NAMES: Final = {
     "layernodes.plan.presets": ("preset",),
     "layernodes.plan.profile": ("profile",),
     "layernodes.plan.describe": ("LayerDescription", "NodeDescription"),
+    "layernodes.plan.explanation": ("Explanation", "explain"),
     "layernodes.plan.generators": ("backward_steps", "forward_steps", "interleave", "pair_steps"),
     "layernodes.plan.layer_hooks": ("LayerHooks",),
     "layernodes.plan.layer_plan": ("ForwardFuncs", "LayerPlan"),
@@ -146,6 +148,7 @@ __all__ = [
     "simulate",
     "optimize",
     "optimize_pair",
+    "explain",
     "preset",
     "profile",
     "CostError",
@@ -161,6 +164,7 @@ __all__ = [
     "CpuHost",
     "DispatchNode",
     "ExpertNode",
+    "Explanation",
     "ExtraSlot",
     "ForwardFuncs",
     "Handoffs",
