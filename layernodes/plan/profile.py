@@ -11,7 +11,8 @@ Contract: what comes back predicts runs on the same machine, and is the same on 
     over the repetitions: medians, and the spread around them
 
 The slow-down ``s`` comes from the definition in ``simulate``: computation that takes ``d`` seconds alone, and ``t``
-seconds while communication runs for ``o`` of them, has ``t = d + o (1 - 1 / s)``.
+seconds while communication runs for ``o`` of them, has ``t = d + o (1 - 1 / s)``. Where next to nothing overlaps it
+is 1.
 
 Bytes are not measured: activations count as nothing in the costs.
 """
@@ -45,6 +46,8 @@ _OVERLAPPED: Final = 3
 """Microbatches that overlap; the least with two turns in which forward and backward run side by side."""
 _HIGHEST_SHARE: Final = 0.9
 """Computation that stands still beside communication would be slowed down without end; more than tenfold is noise."""
+_LEAST_OVERLAP: Final = 0.1
+"""The share of computation that must run beside communication for a slow-down to show above the noise."""
 
 
 def profile(
@@ -130,13 +133,13 @@ def _agree(runs: Sequence[Timeline], peers: _Peers) -> list[Timeline]:
 
 
 def _slowdown(alone: Sequence[Timeline], overlapped: Sequence[Timeline]) -> float:
-    """How many times longer computation takes beside communication; 1 where nothing ran at the same time."""
-    compute_alone = median(run.busy(StreamType.COMPUTE) for run in alone)
+    """How many times longer computation takes beside communication; 1 where too little ran at the same time."""
+    compute_alone = _OVERLAPPED * median(run.busy(StreamType.COMPUTE) for run in alone)
     shares = []
     for run in overlapped:
         both = run.busy(StreamType.COMM) - run.exposed_communication
-        if both > 0:
-            shares.append((run.busy(StreamType.COMPUTE) - _OVERLAPPED * compute_alone) / both)
+        if both > _LEAST_OVERLAP * compute_alone:
+            shares.append((run.busy(StreamType.COMPUTE) - compute_alone) / both)
     share = median(shares or [0.0])
     return 1.0 / (1.0 - min(max(share, 0.0), _HIGHEST_SHARE))
 

@@ -86,10 +86,13 @@ def _cheaper(schedule: Schedule | PairSchedule, rules: Rules, costs: CostModel) 
 
 def _other_pairs(rules: Rules, costs: CostModel, max_states: int) -> Iterator[_Change]:
     forward, backward = rules.shapes[Phase.F], rules.shapes[Phase.B]
-    yield _BEST, optimize_pair_with_report(forward, backward, costs, max_states=max_states).makespan
+    best = optimize_pair_with_report(forward, backward, costs, max_states=max_states).makespan
+    yield _BEST, best
     deferring = _deferring(backward, costs)
     if deferring is not None:
-        yield _DEFERRED, optimize_pair_with_report(forward, deferring, costs, max_states=max_states).makespan
+        deferred = optimize_pair_with_report(forward, deferring, costs, max_states=max_states).makespan
+        if deferred < best:
+            yield _DEFERRED, deferred
 
 
 def _other_orders(schedule: Schedule, rules: Rules, costs: CostModel, max_states: int) -> Iterator[_Change]:
@@ -105,10 +108,13 @@ def _other_orders(schedule: Schedule, rules: Rules, costs: CostModel, max_states
     for name, order in _well_known(shape, count, trains=trains).items():
         if order != schedule:
             yield f"the schedule {name}", simulate_steps(order, costs, rules).makespan
-    yield _BEST, best(shape, count)
+    undeferred = best(shape, count)
+    yield _BEST, undeferred
     deferring = _deferring(shape, costs) if trains else None
     if deferring is not None:
-        yield _DEFERRED, best(deferring, count)
+        deferred = best(deferring, count)
+        if deferred < undeferred:
+            yield _DEFERRED, deferred
     if count == 1:
         yield "a second microbatch beside it, for each of the two", best(shape, 2) / 2
 
