@@ -18,28 +18,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel.utils import set_streams
+from _link import bytes_sent, leave, limit_link, make_link, remove_link, run_workers, two_ranks
 
-from layernodes import ChunkPlan, Runner, StreamType, cpu_host, schedules
+from layernodes import ChunkPlan, Runner, StreamType, schedules
 from layernodes.demo.data import make_microbatches, read_text
 from layernodes.demo.model import build_model
 from layernodes.demo.settings import DemoSettings
 
-NAMESPACES = ("layernodes0", "layernodes1")
-ADDRESSES = ("10.99.0.1", "10.99.0.2")
 SCHEDULES = {
     "serial": schedules.serial,
     "combined_1f1b": schedules.combined_1f1b,
@@ -60,7 +52,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.worker is not None:
         return _work(options)
-    reason = _make_link()
+    reason = make_link()
     if reason:
         print(f"network namespaces cannot be made here, so nothing was measured: {reason}", file=sys.stderr)
         return 3
@@ -69,10 +61,10 @@ def main() -> int:
         rows = []
         for ratio in options.ratios:
             seconds = unlimited["serial"]["compute"] * ratio
-            _limit_link(bits_per_second=8 * unlimited["bytes"] / seconds)
+            limit_link(bits_per_second=8 * unlimited["bytes"] / seconds)
             rows.append(_row(ratio, _run_workers(options), options.microbatches))
     finally:
-        _remove_link()
+        remove_link()
     print(json.dumps(rows, indent=1) if options.json else _table(rows))
     return 0
 
@@ -99,88 +91,20 @@ def _table(rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "(seconds, medians; hidden_share of what can be hidden)"])
 
 
-def _make_link() -> str:
-    if os.geteuid() != 0:
-        return "it needs root"
-    if not (shutil.which("ip") and shutil.which("tc")):
-        return "ip or tc is not installed"
-    _remove_link()
-    commands = [f"ip netns add {name}" for name in NAMESPACES]
-    commands += ["ip link add lnveth0 type veth peer name lnveth1"]
-    for i, (name, address) in enumerate(zip(NAMESPACES, ADDRESSES, strict=True)):
-        commands += [
-            f"ip link set lnveth{i} netns {name}",
-            f"ip -n {name} addr add {address}/24 dev lnveth{i}",
-            f"ip -n {name} link set lnveth{i} up",
-            f"ip -n {name} link set lo up",
-        ]
-    for command in commands:
-        done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
-        if done.returncode:
-            _remove_link()
-            return f"{command}: {done.stderr.strip()}"
-    return ""
-
-
-def _limit_link(bits_per_second: float) -> None:
-    for i, name in enumerate(NAMESPACES):
-        rate = f"{int(bits_per_second / 1000)}kbit"
-        command = f"ip netns exec {name} tc qdisc replace dev lnveth{i} root tbf rate {rate} burst 128kb latency 1s"
-        subprocess.run(command.split(), check=True)
-
-
-def _remove_link() -> None:
-    for name in NAMESPACES:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
 def _run_workers(options: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        workers = []
-        for i, name in enumerate(NAMESPACES):
-            core = i % (os.cpu_count() or 1)
-            command = [
-                "ip",
-                "netns",
-                "exec",
-                name,
-                "taskset",
-                "-c",
-                str(core),
-                sys.executable,
-                "-W",
-                "ignore",
-                __file__,
-            ]
-            command += ["--worker", str(i), "--folder", folder]
-            for option in ("layers", "hidden", "microbatches", "repetitions"):
-                command += [f"--{option}", str(getattr(options, option))]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": f"lnveth{i}"}
-            workers.append(subprocess.Popen(command, env=environment))
-        codes = [worker.wait(timeout=1200) for worker in workers]
-        if any(codes):
-            raise RuntimeError(f"the workers ended with exit codes {codes}")
-        found: dict[str, Any] = json.loads((Path(folder) / "0.json").read_text())
-        return found
+    arguments = []
+    for option in ("layers", "hidden", "microbatches", "repetitions"):
+        arguments += [f"--{option}", str(getattr(options, option))]
+    found: dict[str, Any] = run_workers(__file__, arguments)
+    return found
 
 
 def _work(options: argparse.Namespace) -> int:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{options.folder / 'store'}",
-        rank=options.worker,
-        world_size=2,
-        timeout=timedelta(minutes=5),
-    )
-    with cpu_host():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
-        set_streams()
+    with two_ranks(options.worker, options.folder):
         settings = DemoSettings(layers=options.layers, hidden=options.hidden, microbatches=options.microbatches)
         found = _measure(settings, options.worker, options.repetitions)
-    if options.worker == 0:
-        (options.folder / "0.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+        if options.worker == 0:
+            leave(options.folder, found)
     return 0
 
 
@@ -201,11 +125,11 @@ def _measure(settings: DemoSettings, rank: int, repetitions: int) -> dict[str, A
     with Runner("threads") as runner:
         for repetition in range(repetitions + 1):
             for name, order in orders.items():
-                before = _bytes_sent(rank)
+                before = bytes_sent(rank)
                 dist.barrier()
                 timeline = runner.run(order, chunk, batches).timeline
                 if repetition == 0:  # warm-up
-                    sent = _bytes_sent(rank) - before
+                    sent = bytes_sent(rank) - before
                     continue
                 times[name]["makespan"].append(timeline.makespan)
                 for kind, stream in (("compute", StreamType.COMPUTE), ("comm", StreamType.COMM)):
@@ -213,10 +137,6 @@ def _measure(settings: DemoSettings, rank: int, repetitions: int) -> dict[str, A
                     times[name][kind].append(busy)
     medians = {name: {kind: statistics.median(v) for kind, v in kinds.items()} for name, kinds in times.items()}
     return {**medians, "bytes": sent}
-
-
-def _bytes_sent(rank: int) -> int:
-    return int(Path(f"/sys/class/net/lnveth{rank}/statistics/tx_bytes").read_text())
 
 
 if __name__ == "__main__":

@@ -52,11 +52,14 @@ if TYPE_CHECKING:
     from layernodes.plan.chunk_run import ChunkRun
     from layernodes.plan.costs import CostModel, SlotCost
     from layernodes.plan.describe import LayerDescription, NodeDescription
+    from layernodes.plan.explanation import Explanation, explain
     from layernodes.plan.generators import backward_steps, forward_steps, interleave, pair_steps
     from layernodes.plan.layer_hooks import LayerHooks
     from layernodes.plan.layer_plan import ForwardFuncs, LayerPlan
+    from layernodes.plan.measurement import Measurement, SlotSpread
     from layernodes.plan.optimize import optimize, optimize_pair
     from layernodes.plan.presets import preset
+    from layernodes.plan.profile import profile
     from layernodes.plan.recording import Record, RecordingStreams, RecordKind
     from layernodes.plan.rng import RngMode
     from layernodes.plan.runner import Runner, RunResult, StreamKind
@@ -114,9 +117,12 @@ _NAMES: Final = {
     "layernodes.plan.chunk_run": ("ChunkRun",),
     "layernodes.plan.costs": ("CostModel", "SlotCost"),
     "layernodes.plan.simulate": ("simulate",),
+    "layernodes.plan.measurement": ("Measurement", "SlotSpread"),
     "layernodes.plan.optimize": ("optimize", "optimize_pair"),
     "layernodes.plan.presets": ("preset",),
+    "layernodes.plan.profile": ("profile",),
     "layernodes.plan.describe": ("LayerDescription", "NodeDescription"),
+    "layernodes.plan.explanation": ("Explanation", "explain"),
     "layernodes.plan.generators": ("backward_steps", "forward_steps", "interleave", "pair_steps"),
     "layernodes.plan.layer_hooks": ("LayerHooks",),
     "layernodes.plan.layer_plan": ("ForwardFuncs", "LayerPlan"),
@@ -142,7 +148,9 @@ __all__ = [
     "simulate",
     "optimize",
     "optimize_pair",
+    "explain",
     "preset",
+    "profile",
     "CostError",
     "MissingExtraError",
     "MEGATRON_SLOTS",
@@ -156,6 +164,7 @@ __all__ = [
     "CpuHost",
     "DispatchNode",
     "ExpertNode",
+    "Explanation",
     "ExtraSlot",
     "ForwardFuncs",
     "Handoffs",
@@ -167,6 +176,7 @@ __all__ = [
     "LayerPlan",
     "LayerShape",
     "MTPPostNode",
+    "Measurement",
     "NodeContext",
     "NodeDefinitionError",
     "NodeDescription",
@@ -190,6 +200,7 @@ __all__ = [
     "ScheduleParseError",
     "Slot",
     "SlotShape",
+    "SlotSpread",
     "Step",
     "StepError",
     "StreamKind",

@@ -14,8 +14,10 @@ from typing import Final, NoReturn
 
 from layernodes.command import Command, UsageError
 from layernodes.commands.check import CHECK
+from layernodes.commands.explain import EXPLAIN
 from layernodes.commands.optimize import OPTIMIZE
 from layernodes.commands.plot import PLOT
+from layernodes.commands.profile import PROFILE
 from layernodes.commands.run import RUN
 from layernodes.commands.show import SHOW
 from layernodes.commands.simulate import SIMULATE
@@ -23,7 +25,7 @@ from layernodes.commands.trace import TRACE
 from layernodes.demo.command import DEMO
 from layernodes.errors import LayerNodesError
 
-COMMANDS: Final[tuple[Command, ...]] = (DEMO, RUN, CHECK, SHOW, SIMULATE, OPTIMIZE, TRACE, PLOT)
+COMMANDS: Final[tuple[Command, ...]] = (DEMO, RUN, PROFILE, CHECK, SHOW, SIMULATE, OPTIMIZE, EXPLAIN, TRACE, PLOT)
 """All subcommands, in the order of the help."""
 
 

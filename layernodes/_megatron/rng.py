@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import final
 
 import torch
@@ -42,6 +42,15 @@ class Generators:
             make = _device_state if self._has_device else _cpu_state
             states = tracker.get_states()
             tracker.set_states({name: make(seed_of(f"tracker.{name}")) for name in states})
+
+    def restore(self, states: Mapping[str, Tensor]) -> None:
+        """Put each generator back into the state that ``states()`` found it in."""
+        torch.set_rng_state(states["cpu"])
+        if self._has_device:
+            torch.cuda.set_rng_state(states["device"])
+        tracker = get_cuda_rng_tracker()
+        if tracker.is_initialized():
+            tracker.set_states({name: states[f"tracker.{name}"] for name in tracker.get_states()})
 
 
 def _cpu_state(seed: int) -> Tensor:

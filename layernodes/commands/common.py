@@ -9,6 +9,7 @@ from pathlib import Path
 from layernodes.command import UsageError, Write
 from layernodes.plan import pairs, schedules
 from layernodes.plan.costs import CostModel
+from layernodes.plan.perfetto import is_trace
 from layernodes.plan.presets import PRESETS, preset
 from layernodes.plan.schedule import PairSchedule, Schedule
 from layernodes.plan.shape import ChunkShape
@@ -21,10 +22,12 @@ _NAMES = (*schedules.BUILT_IN, _EARLY)
 _MOST_LAYERS = 10_000
 
 
-def add_schedule(parser: argparse.ArgumentParser) -> None:
-    """The argument that names a schedule, and those of the shape that built-in ones need."""
+def add_schedule(parser: argparse.ArgumentParser, *, also: str = "") -> None:
+    """The argument that names a schedule, or ``also`` something else, and those of the shape of built-in ones."""
     parser.add_argument(
-        "schedule", help=f"a .txt or .json file, or a built-in schedule: {', '.join(_NAMES)}", metavar="SCHEDULE"
+        "schedule",
+        help=f"{also}{', ' * bool(also)}a .txt or .json file, or a built-in schedule: {', '.join(_NAMES)}",
+        metavar="SCHEDULE",
     )
     add_shape(parser)
     parser.add_argument(
@@ -50,10 +53,13 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pair", action="store_true", help="a forward beside a backward, instead of microbatches")
 
 
-def add_costs(parser: argparse.ArgumentParser) -> None:
+def add_costs(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """The argument that names costs."""
     parser.add_argument(
-        "--costs", required=True, metavar="COSTS", help=f"a JSON file, or a preset: {', '.join(PRESETS)}"
+        "--costs",
+        required=required,
+        metavar="COSTS",
+        help=f"a JSON file (layernodes profile writes one), or a preset: {', '.join(PRESETS)}",
     )
 
 
@@ -131,6 +137,12 @@ def costs_of(args: argparse.Namespace) -> CostModel:
 def timeline_of(args: argparse.Namespace) -> Timeline:
     """The simulated timeline of the schedule; a file's shape is read off its steps, and a preset's layers' kinds."""
     return simulate(schedule_of(args), costs_of(args))
+
+
+def is_trace_file(name: str) -> bool:
+    """Whether this is the name of a file that holds a trace of a timeline."""
+    path = Path(name)
+    return path.suffix == ".json" and path.is_file() and is_trace(path.read_text(encoding="utf-8", errors="replace"))
 
 
 def write_json(write: Write, value: object) -> None:

@@ -76,12 +76,19 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--schedule", default="combined_1f1b", metavar="NAME|FILE", help=f"{names}, or a .txt/.json file"
     )
+    add_chunk_arguments(parser)
+    places = [str(place) for place in WgradPlace]
+    parser.add_argument("--wgrad-place", choices=places, default="next_comm", help="where a built-in puts its W steps")
+    parser.add_argument("--trace", metavar="FILE", help="write what ran when, on rank 0, for ui.perfetto.dev")
+    parser.add_argument("--plot", metavar="FILE", help="draw it as a .png, .svg or .pdf (needs layernodes[plot])")
+
+
+def add_chunk_arguments(parser: ArgumentParser) -> None:
+    """How the model is cut into slots and run, as ``layernodes profile`` has it too."""
     kinds = [str(kind) for kind in StreamKind]
     parser.add_argument("--streams", choices=kinds, default="auto", help="what the two streams are (default: auto)")
     modes = [str(mode) for mode in WgradMode]
     parser.add_argument("--wgrad", choices=modes, default="off", help="defer weight gradients (default: off)")
-    places = [str(place) for place in WgradPlace]
-    parser.add_argument("--wgrad-place", choices=places, default="next_comm", help="where a built-in puts its W steps")
     parser.add_argument("--split-combine", action="store_true", help="give what follows combine a slot of its own")
 
 
@@ -107,6 +114,11 @@ def _report(options: Namespace, settings: DemoSettings, content: bytes, world: W
     plain = run_plain(model, microbatches, settings.seed, lambda _: None)
     with Runner(options.streams) as runner:
         ours, result = run_schedule(model, microbatches, settings.seed, chunk, schedule, runner)
+    if world.rank == 0:
+        if options.trace:
+            result.timeline.to_perfetto(options.trace)
+        if options.plot:
+            result.timeline.plot(options.plot, title=options.schedule)
     return RunReport(
         schedule=options.schedule,
         steps=len(schedule),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from megatron.core.models.gpt import GPTModel
 
@@ -17,16 +18,18 @@ def run_schedule(
     model: GPTModel, microbatches: Sequence[Microbatch], seed: int, chunk: ChunkPlan, schedule: Schedule, runner: Runner
 ) -> tuple[Pass, RunResult]:
     """Run every microbatch of the model under ``schedule``."""
-    batches = [
-        {
-            "input_ids": microbatch.tokens,
-            "position_ids": microbatch.positions,
-            "attention_mask": None,
-            "labels": microbatch.labels,
-        }
-        for microbatch in microbatches
-    ]
+    batches = [batch_of(microbatch) for microbatch in microbatches]
     gradients = [output_gradient(microbatch.labels, len(microbatches)) for microbatch in microbatches]
     start = begin(model, seed)
     result = runner.run(schedule, chunk, batches, gradients)
     return end(model, list(result.outputs), start), result
+
+
+def batch_of(microbatch: Microbatch) -> dict[str, Any]:
+    """A microbatch as ``ChunkPlan.open`` takes it."""
+    return {
+        "input_ids": microbatch.tokens,
+        "position_ids": microbatch.positions,
+        "attention_mask": None,
+        "labels": microbatch.labels,
+    }

@@ -168,6 +168,11 @@ class ChunkPlan:
         model: Module = self._chunk.model
         return model
 
+    @property
+    def modules(self) -> tuple[Module, ...]:
+        """The modules that it runs: the model, or the layers that it was joined from."""
+        return tuple(plan.layer for plan in self.layers) if self._chunk is None else (self._chunk.model,)
+
     def run_context(self) -> AbstractContextManager[Any]:
         """The context that a whole run is under."""
         return nullcontext() if self._chunk is None else self._chunk.run_context()

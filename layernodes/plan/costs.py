@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from layernodes.errors import CostError
 from layernodes.plan.grid import usual_stream
+from layernodes.plan.measurement import Measurement
 from layernodes.plan.shape import ChunkShape
 from layernodes.plan.step import Step
 from layernodes.slots import CHUNK_ENDS, Phase, Slot, StreamType, is_slot_name
@@ -87,6 +88,7 @@ class CostModel(BaseModel):
         compute_slowdown: how many times longer computation takes while a communication step runs; see ``simulate``.
         hardware_queues: 2 or more: the streams do not hold each other up. 1: both are fed from one queue, as with
             ``CUDA_DEVICE_MAX_CONNECTIONS=1``, and no step starts before the one launched before it has started.
+        measurement: how the costs were measured, and how far the times spread; None where nobody measured them.
 
     Raises:
         pydantic.ValidationError: a negative or infinite number, or an unknown field.
@@ -101,6 +103,7 @@ class CostModel(BaseModel):
     streams: Mapping[SlotName, StreamType] = {}
     compute_slowdown: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     hardware_queues: Annotated[int, Field(ge=1)] = 2
+    measurement: Measurement | None = None
 
     @field_validator("kinds", "layers")
     @classmethod

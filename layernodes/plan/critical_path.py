@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from layernodes.plan.infer import infer_rules
+from layernodes.plan.retrace import dependencies_of
 from layernodes.plan.rules import NONE
-from layernodes.plan.schedule import PairSchedule, Schedule
-from layernodes.slots import Phase, StreamType
+from layernodes.slots import StreamType
 
 if TYPE_CHECKING:
     from layernodes.plan.timeline import Timeline
@@ -33,9 +32,7 @@ def find_critical_path(timeline: Timeline) -> list[int]:
     intervals = timeline.intervals
     if not intervals:
         return []
-    dependencies = timeline.dependencies
-    if dependencies is None:
-        dependencies = _dependencies(timeline)
+    dependencies = dependencies_of(timeline)
     previous: list[int] = []
     newest = dict.fromkeys(StreamType, NONE)
     for position, interval in enumerate(intervals):
@@ -58,14 +55,3 @@ def find_critical_path(timeline: Timeline) -> list[int]:
         at = latest[2]
         path.append(at)
     return path[::-1]
-
-
-def _dependencies(timeline: Timeline) -> tuple[tuple[int, ...], ...]:
-    """What each step waits for, read off the steps, with the streams on which they ran."""
-    steps = [interval.step for interval in timeline.intervals]
-    streams = {(i.step.layer, i.step.slot): i.stream for i in timeline.intervals}
-    forward = {(step.layer, step.slot) for step in steps if step.phase is Phase.F}
-    microbatches = {phase: {step.microbatch for step in steps if step.phase is phase} for phase in Phase}
-    is_pair = microbatches[Phase.F] <= {0} and microbatches[Phase.B] | microbatches[Phase.W] == {1} and bool(forward)
-    schedule = PairSchedule(steps) if is_pair else Schedule(steps)
-    return infer_rules(schedule, lambda step: streams[step.layer, step.slot]).dependencies(steps)

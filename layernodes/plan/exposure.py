@@ -31,12 +31,14 @@ class Exposure:
         step: the communication step.
         position: its position in the schedule.
         seconds: for how long it runs while the compute stream runs nothing.
+        begins: when its first exposed moment begins.
         waiter: the first computation after its last exposed moment; None: the end of the run.
     """
 
     step: Step
     position: int
     seconds: float
+    begins: float
     waiter: Step | None
 
 
@@ -51,18 +53,19 @@ def find_exposures(intervals: Iterable[Interval]) -> tuple[Exposure, ...]:
             continue
         while first < len(computing) and computing[first].end <= comm.start:
             first += 1
-        seconds, at, index = 0.0, comm.start, first
+        seconds, at, index, begins = 0.0, comm.start, first, comm.end
         waiter: Step | None = None
         while at < comm.end:
             following = computing[index] if index < len(computing) else None
             gap_end = comm.end if following is None else min(comm.end, following.start)
             if gap_end > at:
                 seconds += gap_end - at
+                begins = min(begins, at)
                 waiter = None if following is None else following.step
             if following is None:
                 break
             at = max(at, following.end)
             index += 1
         if seconds > 0:
-            found.append(Exposure(step=comm.step, position=position, seconds=seconds, waiter=waiter))
+            found.append(Exposure(step=comm.step, position=position, seconds=seconds, begins=begins, waiter=waiter))
     return tuple(found)

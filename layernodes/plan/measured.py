@@ -3,47 +3,26 @@
 The seconds of a slot's phase are the median over all timelines and microbatches in which it ran; what a kind of layer
 costs is the median over its layers. Where the shape does not defer a slot's weight gradients, they are part of what
 its ``B`` took. Steps slow each other down when they run at the same time, so measure runs in which they do not (streams
-``"inline"``, or a serial schedule), and several of them, without the first.
+``"inline"``, or a serial schedule), and several of them, without the first; ``profile`` does all that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import final
 
 from layernodes.errors import CostError
 from layernodes.plan.costs import CostModel, SlotCost
+from layernodes.plan.measurement import Measurement, SlotSpread
 from layernodes.plan.shape import ChunkShape
 from layernodes.plan.timeline import Timeline
 from layernodes.slots import Phase
 
-Key = tuple[int | None, str]
+Place = tuple[int | None, str]
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredCosts:
-    """Costs, and how far to trust them.
-
-    Attributes:
-        costs: the medians.
-        spread: for each phase of each slot that was measured more than once, the median distance of its times from
-            their median, as a share of that.
-    """
-
-    costs: CostModel
-    spread: dict[tuple[Phase, int | None, str], float]
-
-    @property
-    def typical_spread(self) -> float:
-        """The median of ``spread``; 0 where nothing was measured twice."""
-        return median(self.spread.values()) if self.spread else 0.0
-
-
-def costs_of_timelines(timelines: Sequence[Timeline], shape: ChunkShape, *, name: str = "measured") -> MeasuredCosts:
-    """Costs of a chunk, from what its runs took.
+def costs_of_timelines(timelines: Sequence[Timeline], shape: ChunkShape, *, name: str = "measured") -> CostModel:
+    """Costs of a chunk, from what its runs took; ``CostModel.measurement`` has their spread.
 
     Args:
         timelines: measured runs.
@@ -55,48 +34,58 @@ def costs_of_timelines(timelines: Sequence[Timeline], shape: ChunkShape, *, name
     """
     if not any(len(timeline) for timeline in timelines):
         raise CostError("no steps were measured; run a schedule first and give its timeline")
-    seconds: dict[tuple[Phase, int | None, str], list[float]] = {}
+    seconds: dict[tuple[Phase, Place], list[float]] = {}
     for timeline in timelines:
         for interval in timeline.intervals:
             step = interval.step
             if shape.find(step) is None:
                 raise CostError(f"{step} was measured, but the shape has no such slot: {shape}")
-            seconds.setdefault((step.phase, step.layer, step.slot), []).append(interval.duration)
-    middle = {key: median(values) for key, values in seconds.items()}
-    spread = {
-        key: median(abs(value - middle[key]) for value in values) / middle[key]
-        for key, values in seconds.items()
-        if len(values) > 1 and middle[key] > 0
-    }
-    by_place = {
-        (layer, slot.name): SlotCost(
-            F=middle.get((Phase.F, layer, slot.name), 0.0),
-            B=middle.get((Phase.B, layer, slot.name), 0.0),
-            W=middle.get((Phase.W, layer, slot.name), 0.0),
-        )
-        for layer, slot in shape.places()
-    }
-    layers = {
-        number: {slot: by_place[number, slot] for slot in layer.slot_names} for number, layer in enumerate(shape.layers)
-    }
-    costs = CostModel(
+            seconds.setdefault((step.phase, (step.layer, step.slot)), []).append(interval.duration)
+
+    def cost(place: Place) -> SlotCost:
+        f, b, w = (median(seconds.get((phase, place), [0.0])) for phase in Phase)
+        return SlotCost(F=f, B=b, W=w)
+
+    def spread(place: Place) -> SlotSpread:
+        f, b, w = (_spread(seconds.get((phase, place), [])) for phase in Phase)
+        return SlotSpread(F=f, B=b, W=w)
+
+    layers = _by_layer(shape, cost)
+    return CostModel(
         name=name,
-        kinds={kind: _typical(kind, shape, by_place) for kind in dict.fromkeys(layer.kind for layer in shape.layers)},
+        kinds={kind: _typical(kind, shape, layers) for kind in dict.fromkeys(layer.kind for layer in shape.layers)},
         layers=layers,
-        ends={slot: by_place[None, slot] for slot in shape.ends},
+        ends={slot: cost((None, slot)) for slot in shape.ends},
         streams={slot.name: slot.stream for layer in shape.layers for slot in layer.slots},
+        measurement=Measurement(
+            repetitions=len(timelines),
+            layers=_by_layer(shape, spread),
+            ends={slot: spread((None, slot)) for slot in shape.ends},
+        ),
     )
-    return MeasuredCosts(costs=costs, spread=spread)
 
 
-def _typical(kind: str, shape: ChunkShape, by_place: dict[Key, SlotCost]) -> dict[str, SlotCost]:
+def _by_layer[T](shape: ChunkShape, of_place: Callable[[Place], T]) -> dict[int, dict[str, T]]:
+    return {
+        number: {slot: of_place((number, slot)) for slot in layer.slot_names}
+        for number, layer in enumerate(shape.layers)
+    }
+
+
+def _spread(seconds: Sequence[float]) -> float | None:
+    """The median distance from the median, as a share of it."""
+    middle = median(seconds) if len(seconds) > 1 else 0.0
+    return median(abs(value - middle) for value in seconds) / middle if middle > 0 else None
+
+
+def _typical(kind: str, shape: ChunkShape, layers: dict[int, dict[str, SlotCost]]) -> dict[str, SlotCost]:
     """The median of each slot over the layers of a kind in which it does something."""
     found: dict[str, list[SlotCost]] = {}
     for number, layer in enumerate(shape.layers):
         if layer.kind == kind:
             for slot in layer.slots:
                 if not slot.passthrough:
-                    found.setdefault(slot.name, []).append(by_place[number, slot.name])
+                    found.setdefault(slot.name, []).append(layers[number][slot.name])
     return {
         slot: SlotCost(F=median(c.F for c in costs), B=median(c.B for c in costs), W=median(c.W for c in costs))
         for slot, costs in found.items()

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from layernodes.errors import ScheduleError
 from layernodes.plan.memory import live_bytes
+from layernodes.plan.step import Step
 from layernodes.slots import StreamType
 
 if TYPE_CHECKING:
@@ -20,7 +22,11 @@ _THREADS = {StreamType.COMPUTE: 1, StreamType.COMM: 2}
 # Names of Chrome's own palette: three that differ in lightness as well as in hue.
 _COLORS = {"F": "rail_response", "B": "rail_animation", "W": "rail_idle"}
 
+_STREAMS = {thread: stream for stream, thread in _THREADS.items()}
+_PRODUCER = "layernodes"
+
 Event = dict[str, object]
+Span = tuple[Step, StreamType, float, float]
 
 
 def dump(timeline: Timeline) -> str:
@@ -67,7 +73,35 @@ def dump(timeline: Timeline) -> str:
             for interval, held in sorted(zip(timeline.intervals, live, strict=True), key=lambda pair: pair[0].start)
         ]
     lines = ",\n".join(json.dumps(event) for event in events)
-    return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'
+    facts = json.dumps({"producer": _PRODUCER, "hardware_queues": timeline.hardware_queues})
+    return f'{{"displayTimeUnit": "ms", "otherData": {facts}, "traceEvents": [\n{lines}\n]}}\n'
+
+
+def is_trace(text: str) -> bool:
+    """Whether a text is a trace, of anybody's, and not something else in JSON."""
+    return '"traceEvents"' in text[:1000]
+
+
+def parse(text: str, *, source: str) -> tuple[list[Span], int]:
+    """Read what ``dump`` wrote: the steps in the order of their schedule, and the number of hardware queues.
+
+    Raises:
+        ScheduleError: it is no trace of layernodes.
+    """
+    try:
+        trace = json.loads(text)
+        facts = trace["otherData"]
+        if facts["producer"] != _PRODUCER:
+            raise KeyError("producer")
+        slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+        slices.sort(key=lambda event: event["args"]["position"])
+        spans = [(Step.parse(e["name"]), _STREAMS[e["tid"]], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in slices]
+        return spans, int(facts["hardware_queues"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ScheduleError(
+            f"{source} is no trace that layernodes wrote ({type(error).__name__}: {error}); write one with "
+            f"'layernodes run --trace', 'layernodes trace' or Timeline.to_perfetto"
+        ) from None
 
 
 def _metadata(name: str, thread: int, arguments: Event) -> Event:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Self, final
 
 from layernodes.errors import MissingExtraError
 from layernodes.plan import critical_path, exposure, gantt, memory, perfetto, summary
@@ -144,6 +144,17 @@ class Timeline:
             OSError: the file cannot be written.
         """
         Path(path).write_text(perfetto.dump(self), encoding="utf-8")
+
+    @classmethod
+    def from_perfetto(cls, path: str | PathLike[str]) -> Self:
+        """Read a trace that ``to_perfetto`` wrote; times are exact to a billionth, and bytes are not in it.
+
+        Raises:
+            ScheduleError: it is no such trace.
+            OSError: the file cannot be read.
+        """
+        spans, hardware_queues = perfetto.parse(Path(path).read_text(encoding="utf-8"), source=str(path))
+        return cls(tuple(Interval(*span) for span in spans), hardware_queues=hardware_queues)
 
     def plot(self, path: str | PathLike[str], *, title: str | None = None) -> None:
         """Draw the timeline as a PNG, SVG or PDF picture, chosen by the name of the file. Needs ``layernodes[plot]``.

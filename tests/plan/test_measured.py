@@ -25,15 +25,17 @@ def test_round_trip(wgrad: bool | list[str]) -> None:
     found = costs_of_timelines([*runs, slow], shape)
     for schedule in (schedules.combined_1f1b(shape, 3), schedules.forward_forward(shape, 3)):
         expected = [i.duration for i in simulate(schedule, costs, shape).intervals]
-        assert [i.duration for i in simulate(schedule, found.costs, shape).intervals] == expected
-    assert found.typical_spread == 0
+        assert [i.duration for i in simulate(schedule, found, shape).intervals] == expected
+    assert found.measurement is not None
+    assert found.measurement.repetitions == 4
+    assert found.measurement.typical_spread == found.measurement.largest_spread == 0
 
 
 def test_kinds_are_medians_over_layers() -> None:
     """So that the costs serve a deeper model of the same kinds."""
     shape = ChunkShape.of(["moe"] * 3, pre_process=False, post_process=False)
     costs = random_costs(shape, random.Random(2))
-    found = costs_of_timelines([simulate(schedules.serial(shape, 1), costs, shape)], shape).costs
+    found = costs_of_timelines([simulate(schedules.serial(shape, 1), costs, shape)], shape)
     middle = sorted(costs.layers[layer]["mlp"].F for layer in range(3))[1]
     assert middle == found.kinds["moe"]["mlp"].F
     assert "mtp_post_process" not in found.kinds["moe"]

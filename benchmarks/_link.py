@@ -1,0 +1,105 @@
+"""Two ranks in a network namespace and on a core each, joined by a link whose rate can be limited.
+
+Needs root, ``ip`` and ``tc`` (Linux). ``make_link`` says where they are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.utils import set_streams
+
+from layernodes import cpu_host
+
+NAMESPACES = ("layernodes0", "layernodes1")
+ADDRESSES = ("10.99.0.1", "10.99.0.2")
+
+
+def make_link() -> str:
+    """Make the namespaces and the link; the empty text, or why that cannot be done here."""
+    if os.geteuid() != 0:
+        return "it needs root"
+    if not (shutil.which("ip") and shutil.which("tc")):
+        return "ip or tc is not installed"
+    remove_link()
+    commands = [f"ip netns add {name}" for name in NAMESPACES]
+    commands += ["ip link add lnveth0 type veth peer name lnveth1"]
+    for i, (name, address) in enumerate(zip(NAMESPACES, ADDRESSES, strict=True)):
+        commands += [
+            f"ip link set lnveth{i} netns {name}",
+            f"ip -n {name} addr add {address}/24 dev lnveth{i}",
+            f"ip -n {name} link set lnveth{i} up",
+            f"ip -n {name} link set lo up",
+        ]
+    for command in commands:
+        done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+        if done.returncode:
+            remove_link()
+            return f"{command}: {done.stderr.strip()}"
+    return ""
+
+
+def limit_link(bits_per_second: float, *, burst: str = "128kb") -> None:
+    """Limit both directions; up to ``burst`` passes unhindered after the link was idle."""
+    for i, name in enumerate(NAMESPACES):
+        rate = f"{int(bits_per_second / 1000)}kbit"
+        command = f"ip netns exec {name} tc qdisc replace dev lnveth{i} root tbf rate {rate} burst {burst} latency 1s"
+        subprocess.run(command.split(), check=True)
+
+
+def remove_link() -> None:
+    """Remove the namespaces, and the link with them."""
+    for name in NAMESPACES:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def run_workers(script: str, arguments: Sequence[str]) -> Any:
+    """Run a script on both ranks, with ``--worker`` and ``--folder`` besides; what rank 0 left through ``leave``."""
+    with tempfile.TemporaryDirectory() as folder:
+        workers = []
+        for i, name in enumerate(NAMESPACES):
+            core = i % (os.cpu_count() or 1)
+            command = ["ip", "netns", "exec", name, "taskset", "-c", str(core)]
+            command += [sys.executable, "-W", "ignore", script, "--worker", str(i), "--folder", folder, *arguments]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": f"lnveth{i}"}
+            workers.append(subprocess.Popen(command, env=environment))
+        codes = [worker.wait(timeout=1200) for worker in workers]
+        if any(codes):
+            raise RuntimeError(f"the workers ended with exit codes {codes}")
+        return json.loads((Path(folder) / "0.json").read_text())
+
+
+@contextmanager
+def two_ranks(rank: int, folder: Path) -> Iterator[None]:
+    """In a worker: a gloo group of both, which share the experts, on the CPU host."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2, timeout=timedelta(minutes=5)
+    )
+    with cpu_host():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+        set_streams()
+        yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def leave(folder: Path, found: Any) -> None:
+    """In the worker of rank 0: hand ``found`` to ``run_workers``."""
+    (folder / "0.json").write_text(json.dumps(found))
+
+
+def bytes_sent(rank: int) -> int:
+    """Bytes that this rank's end of the link has sent so far."""
+    return int(Path(f"/sys/class/net/lnveth{rank}/statistics/tx_bytes").read_text())

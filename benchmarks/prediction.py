@@ -1,0 +1,179 @@
+"""Predicted against measured: how long four schedules take on two ranks over a rate-limited link.
+
+EP=2 over gloo, each rank in a network namespace and on a core of its own, thread streams. The link is limited so that
+communication takes ``--ratio`` times as long as computation. Then, on that link:
+
+    profile       measures what each step costs, and how far computation slows down beside communication
+    simulate      predicts the makespan of each schedule from those costs
+    Runner        runs every schedule in turn, ``--repetitions`` times; the median makespan counts
+
+    error = predicted / measured - 1
+
+Needs root, ``ip`` and ``tc`` (Linux); where namespaces cannot be made it says so, measures nothing, and exits with 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _link import bytes_sent, leave, limit_link, make_link, remove_link, run_workers, two_ranks
+
+from layernodes import ChunkPlan, CostModel, Runner, Schedule, StreamType, optimize, profile, schedules, simulate
+from layernodes.demo.data import make_microbatches, read_text
+from layernodes.demo.model import build_model
+from layernodes.demo.settings import DemoSettings
+
+BURST = "16kb"
+"""Small, so that an exchange takes as long after an idle link as after a busy one."""
+
+
+def main() -> int:
+    """Run the worker's half, or set the link up, start both workers, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ratio", type=float, default=0.7, help="communication : computation (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--only-bytes", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker is not None:
+        return _work(options)
+    reason = make_link()
+    if reason:
+        print(f"network namespaces cannot be made here, so nothing was measured: {reason}", file=sys.stderr)
+        return 3
+    try:
+        free = _run_workers(options, "--only-bytes")
+        limit_link(8 * free["bytes"] / (free["compute"] * options.ratio), burst=BURST)
+        found = _run_workers(options)
+    finally:
+        remove_link()
+    print(json.dumps(found, indent=1) if options.json else _table(found))
+    return 0
+
+
+def _run_workers(options: argparse.Namespace, *switches: str) -> Any:
+    arguments = [*switches]
+    for option in ("layers", "hidden", "microbatches", "repetitions"):
+        arguments += [f"--{option}", str(getattr(options, option))]
+    return run_workers(__file__, arguments)
+
+
+def _work(options: argparse.Namespace) -> int:
+    with two_ranks(options.worker, options.folder):
+        settings = DemoSettings(layers=options.layers, hidden=options.hidden, microbatches=options.microbatches)
+        model = build_model(settings, num_ranks=2, device=torch.device("cpu"))
+        chunk = ChunkPlan.build(model, split_combine=True)
+        measure = _count_bytes if options.only_bytes else _measure
+        found = measure(chunk, _batches(settings, options.worker), options)
+        if options.worker == 0:
+            leave(options.folder, found)
+    return 0
+
+
+def _batches(settings: DemoSettings, rank: int) -> list[dict[str, Any]]:
+    text = read_text(None).content
+    device = torch.device("cpu")
+    return [
+        {"input_ids": m.tokens, "position_ids": m.positions, "attention_mask": None, "labels": m.labels}
+        for m in make_microbatches(text, settings.microbatches, rank=rank, num_ranks=2, device=device)
+    ]
+
+
+def _count_bytes(chunk: ChunkPlan, batches: Sequence[Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of computation of one microbatch, and the bytes that it sends."""
+    order = schedules.serial(chunk.shape, 1)
+    seconds = []
+    with Runner("threads") as runner:
+        runner.run(order, chunk, batches[:1])
+        before = bytes_sent(options.worker)
+        for _ in range(options.repetitions):
+            dist.barrier()
+            seconds.append(runner.run(order, chunk, batches[:1]).timeline.busy(StreamType.COMPUTE))
+        sent = (bytes_sent(options.worker) - before) / options.repetitions
+    return {"compute": statistics.median(seconds), "bytes": sent}
+
+
+def _measure(chunk: ChunkPlan, batches: Sequence[Any], options: argparse.Namespace) -> dict[str, Any]:
+    costs = profile(chunk, batches[0], repetitions=options.repetitions, streams="threads")
+    orders = _orders(chunk, costs, len(batches))
+    measured: dict[str, list[float]] = {name: [] for name in orders}
+    with Runner("threads") as runner:
+        for repetition in range(options.repetitions + 1):
+            for name, order in orders.items():
+                dist.barrier()
+                makespan = runner.run(order, chunk, batches).timeline.makespan
+                if repetition:  # the first warms up
+                    measured[name].append(makespan)
+    return _compare(costs, {name: simulate(order, costs, chunk.shape) for name, order in orders.items()}, measured)
+
+
+def _orders(chunk: ChunkPlan, costs: CostModel, num_microbatches: int) -> dict[str, Schedule]:
+    return {
+        "serial": schedules.serial(chunk.shape, num_microbatches),
+        "combined_1f1b": schedules.combined_1f1b(chunk.shape, num_microbatches),
+        "early_release": schedules.combined_1f1b(chunk.shape, num_microbatches, early_release=True),
+        "optimized": optimize(chunk.shape, costs, num_microbatches=num_microbatches, max_states=20_000),
+    }
+
+
+def _compare(costs: CostModel, predicted: dict[str, Any], measured: dict[str, list[float]]) -> dict[str, Any]:
+    rows = []
+    for name, seconds in measured.items():
+        middle, expected = statistics.median(seconds), predicted[name].makespan
+        rows.append(
+            {
+                "schedule": name,
+                "predicted": expected,
+                "measured": middle,
+                "spread": (max(seconds) - min(seconds)) / middle,
+                "error": expected / middle - 1,
+            }
+        )
+    assert costs.measurement is not None
+    serial = predicted["serial"]
+    return {
+        "comm_to_compute": serial.busy(StreamType.COMM) / serial.busy(StreamType.COMPUTE),
+        "compute_slowdown": costs.compute_slowdown,
+        "typical_spread": costs.measurement.typical_spread,
+        "median_error": statistics.median(abs(row["error"]) for row in rows),
+        "predicted_ranking": [row["schedule"] for row in sorted(rows, key=lambda row: row["predicted"])],
+        "measured_ranking": [row["schedule"] for row in sorted(rows, key=lambda row: row["measured"])],
+        "rows": rows,
+    }
+
+
+def _table(found: dict[str, Any]) -> str:
+    lines = [f"{'schedule':<16}{'predicted':>12}{'measured':>12}{'spread':>10}{'error':>10}"]
+    for row in found["rows"]:
+        lines.append(
+            f"{row['schedule']:<16}{row['predicted']:>10.4f} s{row['measured']:>10.4f} s"
+            f"{100 * row['spread']:>8.1f} %{100 * row['error']:>8.1f} %"
+        )
+    return "\n".join(
+        [
+            *lines,
+            f"communication : computation  {found['comm_to_compute']:.2f}",
+            f"slow-down beside communication  {found['compute_slowdown']:.2f}",
+            f"median error  {100 * found['median_error']:.1f} %",
+            f"predicted ranking  {', '.join(found['predicted_ranking'])}",
+            f"measured ranking   {', '.join(found['measured_ranking'])}",
+            "(makespans, medians; spread: from the shortest to the longest)",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

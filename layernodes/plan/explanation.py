@@ -1,0 +1,109 @@
+"""Explains a timeline: which communication is exposed, why, and what would help."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, final
+
+from pydantic import BaseModel, ConfigDict
+
+from layernodes.plan.causes import CAUSE_WORDS, Cause, ExposedBecause, find_causes
+from layernodes.plan.costs import CostModel
+from layernodes.plan.infer import infer_shape
+from layernodes.plan.measured import costs_of_timelines
+from layernodes.plan.retrace import rules_of, schedule_of
+from layernodes.plan.units import in_seconds
+from layernodes.plan.what_if import WhatIf, find_what_helps
+from layernodes.slots import StreamType
+
+if TYPE_CHECKING:
+    from layernodes.plan.timeline import Timeline
+
+_MAX_STATES: Final = 20_000
+_SHOWN: Final = 5
+
+
+@final
+class Explanation(BaseModel):
+    """Why a run's communication is exposed, and what would help. Times in seconds.
+
+    Attributes:
+        makespan, compute_busy, comm_busy, exposed: figures of the timeline.
+        causes: each exposed communication step, the longest first.
+        by_cause: exposed seconds by cause, the most first.
+        helps: changes that would make it shorter, simulated, the best first.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    makespan: float
+    compute_busy: float
+    comm_busy: float
+    exposed: float
+    causes: tuple[ExposedBecause, ...]
+    by_cause: dict[Cause, float]
+    helps: tuple[WhatIf, ...]
+
+    def __str__(self) -> str:
+        """The causes with their shares, the most exposed steps, and what would help."""
+        share = f" ({100 * self.exposed / self.makespan:.1f} %)" if self.makespan > 0 else ""
+        lines = [f"exposed communication: {in_seconds(self.exposed)} of {in_seconds(self.makespan)}{share}"]
+        for cause, seconds in self.by_cause.items():
+            lines.append(f"  {in_seconds(seconds):>9}  {CAUSE_WORDS[cause]}")
+        if self.causes:
+            lines += ["", "the most exposed steps:", *(f"  {one}" for one in self.causes[:_SHOWN])]
+            if len(self.causes) > _SHOWN:
+                lines.append(f"  and {len(self.causes) - _SHOWN} more")
+        lines += [
+            "",
+            "what would help, simulated:" if self.helps else "nothing that was tried would help",
+            *self._hints(),
+        ]
+        return "\n".join(lines).rstrip()
+
+    def _hints(self) -> list[str]:
+        lines = [f"  {one}" for one in self.helps]
+        if self.comm_busy > self.compute_busy:
+            least = in_seconds(self.comm_busy - self.compute_busy)
+            lines.append(
+                f"  communication takes longer than computation: in any order {least} of it stay exposed, "
+                f"so send less, or faster"
+            )
+        return lines
+
+
+def explain(timeline: Timeline, costs: CostModel | None = None, *, max_states: int = _MAX_STATES) -> Explanation:
+    """Explain why communication is exposed in a simulated or measured timeline, and simulate what would help.
+
+    Args:
+        timeline: of a whole schedule or pair.
+        costs: what it was simulated with, or a profile of what ran; None: those that the timeline itself shows. These
+            do not say what a weight gradient costs that was not deferred, nor how much of a time is slow-down.
+        max_states: how much the optimizer may search for a better order.
+
+    Raises:
+        ScheduleError: the steps are those of no schedule.
+        CostError: a slot has no cost.
+    """
+    causes = find_causes(timeline)
+    by_cause = {cause: sum(one.seconds for one in causes if one.cause is cause) for cause in Cause}
+    schedule, rules = schedule_of(timeline), rules_of(timeline)
+    helps: tuple[WhatIf, ...] = ()
+    if timeline.makespan > 0:
+        known = _shown_costs(timeline) if costs is None else costs
+        helps = find_what_helps(schedule, rules, known, max_states=max_states)
+    return Explanation(
+        makespan=timeline.makespan,
+        compute_busy=timeline.busy(StreamType.COMPUTE),
+        comm_busy=timeline.busy(StreamType.COMM),
+        exposed=timeline.exposed_communication,
+        causes=causes,
+        by_cause=dict(sorted(((c, s) for c, s in by_cause.items() if s > 0), key=lambda pair: -pair[1])),
+        helps=helps,
+    )
+
+
+def _shown_costs(timeline: Timeline) -> CostModel:
+    """The costs that a timeline shows."""
+    streams = {(i.step.layer, i.step.slot): i.stream for i in timeline.intervals}
+    shape = infer_shape((i.step for i in timeline.intervals), lambda step: streams[step.layer, step.slot])
+    return costs_of_timelines([timeline], shape)

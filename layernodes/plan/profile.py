@@ -1,0 +1,183 @@
+"""Measures what each step of a chunk costs on this machine, by running it.
+
+Contract: what comes back predicts runs on the same machine, and is the same on all ranks that agree on it::
+
+    warmup times, not counted, then repetitions times:
+        run one microbatch under the serial schedule, W last    nothing overlaps: the steps' own times
+        run three under combined_1f1b                           computation beside communication: the slow-down
+    over the ranks, step by step and repetition by repetition:
+        computation     the longest time of any rank: the others wait for it in their next exchange
+        communication   the shortest time of any rank: whoever arrives last does not wait, and measures the link alone
+    over the repetitions: medians, and the spread around them
+
+The slow-down ``s`` comes from the definition in ``simulate``: computation that takes ``d`` seconds alone, and ``t``
+seconds while communication runs for ``o`` of them, has ``t = d + o (1 - 1 / s)``. Where next to nothing overlaps it
+is 1.
+
+Bytes are not measured: activations count as nothing in the costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import median
+from types import TracebackType
+from typing import Any, Final, Self, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from layernodes._megatron.kept import kept_state
+from layernodes.errors import OptionError
+from layernodes.plan import schedules
+from layernodes.plan.chunk_plan import ChunkPlan
+from layernodes.plan.costs import CostModel
+from layernodes.plan.measured import costs_of_timelines
+from layernodes.plan.program import Op
+from layernodes.plan.runner import Runner, StreamKind
+from layernodes.plan.timeline import Interval, Timeline
+from layernodes.plan.wgrad import WgradPlace
+from layernodes.slots import StreamType
+from layernodes.streams import Streams
+
+_OVERLAPPED: Final = 3
+"""Microbatches that overlap; the least with two turns in which forward and backward run side by side."""
+_HIGHEST_SHARE: Final = 0.9
+"""Computation that stands still beside communication would be slowed down without end; more than tenfold is noise."""
+_LEAST_OVERLAP: Final = 0.1
+"""The share of computation that must run beside communication for a slow-down to show above the noise."""
+
+
+def profile(
+    chunk: ChunkPlan,
+    batch: Any,
+    *,
+    loss_grad: Any = None,
+    repetitions: int = 10,
+    warmup: int = 2,
+    streams: StreamKind | str | Streams[Op] = StreamKind.AUTO,
+    group: ProcessGroup | None = None,
+    name: str = "profile",
+) -> CostModel:
+    """Measure what the steps of a chunk cost: F, B and W of every slot of every layer, and of the chunk's ends.
+
+    All ranks of ``group`` call it, with the same arguments but for the batch, and get the same costs. The model is left
+    as it was: gradients, buffers and random generators are put back. It must not be wrapped in DDP, whose hooks would
+    take the gradients for those of a training step; Megatron-Core's log of auxiliary losses counts the runs.
+
+    Args:
+        chunk: the chunk; slots whose weight gradients it defers have a ``W``, the others have them in their ``B``.
+        batch: one microbatch, as ``ChunkPlan.open`` takes it, of the size that is trained with.
+        loss_grad: gradient of its output; None: ones.
+        repetitions: runs that count, 1 or more.
+        warmup: runs before them that do not.
+        streams: as of ``Runner``; those that will be trained with.
+        group: the ranks that agree; None: those with which the chunk exchanges tokens.
+        name: what to call the costs.
+
+    Returns:
+        Costs by layer, and for each kind of layer their medians, so that they serve deeper models too; the seconds are
+        those of the slowest rank. ``measurement`` has the spread. On thread streams a communication step lasts until
+        its collective is over, as long as the link takes; ranks that compute at uneven speed wait for each other
+        besides, and that is not in it.
+
+    Raises:
+        OptionError: fewer than 1 repetition, or negative warm-up.
+        CostError: the chunk has no slots.
+        StepError: a step raised.
+    """
+    if repetitions < 1 or warmup < 0:
+        raise OptionError(
+            f"repetitions={repetitions}, warmup={warmup}; give 1 repetition or more, and a warm-up of 0 or more"
+        )
+    alone = schedules.deferred(schedules.serial(chunk.shape, 1), chunk.shape, WgradPlace.END)
+    beside = schedules.combined_1f1b(chunk.shape, _OVERLAPPED)
+    overlaps = any(slot.stream is StreamType.COMM and not slot.passthrough for _, slot in chunk.shape.places())
+    runs: list[Timeline] = []
+    overlapped: list[Timeline] = []
+    with kept_state(chunk.modules), Runner(streams) as runner, _Peers(group, chunk) as peers:
+        for repetition in range(-warmup, repetitions):
+            peers.meet()
+            run = runner.run(alone, chunk, [batch], [loss_grad]).timeline
+            if overlaps:
+                peers.meet()
+                other = runner.run(beside, chunk, [batch] * _OVERLAPPED, [loss_grad] * _OVERLAPPED).timeline
+            if repetition >= 0:
+                runs.append(run)
+                overlapped += [other] if overlaps else []
+        slowdown = peers.largest(torch.tensor([_slowdown(runs, overlapped)], dtype=torch.float64)).item()
+        costs = costs_of_timelines(_agree(runs, peers), chunk.shape, name=name)
+    assert costs.measurement is not None
+    streams_name = str(streams) if isinstance(streams, str) else type(streams).__name__
+    return costs.model_copy(
+        update={
+            "compute_slowdown": slowdown,
+            "measurement": costs.measurement.model_copy(
+                update={"warmup": warmup, "num_ranks": peers.num_ranks, "streams": streams_name}
+            ),
+        }
+    )
+
+
+def _agree(runs: Sequence[Timeline], peers: _Peers) -> list[Timeline]:
+    """Every repetition with the durations that count over all ranks: longest computation, shortest communication."""
+    signs = torch.tensor([-1.0 if i.stream is StreamType.COMM else 1.0 for i in runs[0].intervals], dtype=torch.float64)
+    mine = torch.tensor([[i.duration for i in run.intervals] for run in runs], dtype=torch.float64)
+    agreed = (peers.largest(mine * signs) * signs).tolist()  # the largest of negative times is the shortest
+    return [
+        Timeline(tuple(Interval(i.step, i.stream, 0.0, d) for i, d in zip(run.intervals, durations, strict=True)))
+        for run, durations in zip(runs, agreed, strict=True)
+    ]
+
+
+def _slowdown(alone: Sequence[Timeline], overlapped: Sequence[Timeline]) -> float:
+    """How many times longer computation takes beside communication; 1 where too little ran at the same time."""
+    compute_alone = _OVERLAPPED * median(run.busy(StreamType.COMPUTE) for run in alone)
+    shares = []
+    for run in overlapped:
+        both = run.busy(StreamType.COMM) - run.exposed_communication
+        if both > _LEAST_OVERLAP * compute_alone:
+            shares.append((run.busy(StreamType.COMPUTE) - compute_alone) / both)
+    share = median(shares or [0.0])
+    return 1.0 / (1.0 - min(max(share, 0.0), _HIGHEST_SHARE))
+
+
+@final
+class _Peers:
+    """The ranks that agree on costs, over CPU groups of their own; a rank alone agrees with itself."""
+
+    def __init__(self, group: ProcessGroup | None, chunk: ChunkPlan) -> None:
+        groups: Iterable[ProcessGroup] = chunk.exchange_groups if group is None else [group]
+        ranks = dict.fromkeys(tuple(dist.get_process_group_ranks(one)) for one in groups)
+        self._ranks = [members for members in ranks if len(members) > 1]
+        self._groups: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._groups = [
+            dist.new_group(list(members), backend="gloo", use_local_synchronization=True) for members in self._ranks
+        ]
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks agree."""
+        return len({rank for members in self._ranks for rank in members}) or 1
+
+    def meet(self) -> None:
+        """Return when all ranks have called it, so that they begin together."""
+        for group in self._groups:
+            dist.barrier(group=group)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The largest of all ranks' values, element by element."""
+        for group in self._groups:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+        return values
