@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -17,14 +19,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.utils import set_streams
+from torch.distributed import ProcessGroup
 
 from layernodes import cpu_host
 
 NAMESPACES = ("layernodes0", "layernodes1")
 ADDRESSES = ("10.99.0.1", "10.99.0.2")
+_FIRST = 6
+"""Priority of a connection whose packets ``pfifo_fast`` sends first."""
+_BYTES_ACKED = 120
+"""Offset of ``tcpi_bytes_acked`` in Linux's ``struct tcp_info``."""
 
 
 def make_link() -> str:
@@ -51,12 +59,17 @@ def make_link() -> str:
     return ""
 
 
-def limit_link(bits_per_second: float, *, burst: str = "128kb") -> None:
-    """Limit both directions; up to ``burst`` passes unhindered after the link was idle."""
+def limit_link(bits_per_second: float) -> None:
+    """Limit both directions. The burst that passes unhindered after the link was idle is small beside an exchange,
+    which so takes as long after computation as after another exchange."""
     for i, name in enumerate(NAMESPACES):
         rate = f"{int(bits_per_second / 1000)}kbit"
-        command = f"ip netns exec {name} tc qdisc replace dev lnveth{i} root tbf rate {rate} burst {burst} latency 1s"
-        subprocess.run(command.split(), check=True)
+        change = f"ip netns exec {name} tc qdisc replace dev lnveth{i}"
+        for command in (
+            f"{change} root handle 1: tbf rate {rate} burst 16kb latency 1s",
+            f"{change} parent 1:1 pfifo_fast",
+        ):
+            subprocess.run(command.split(), check=True)
 
 
 def remove_link() -> None:
@@ -65,14 +78,25 @@ def remove_link() -> None:
         subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def run_workers(script: str, arguments: Sequence[str]) -> Any:
-    """Run a script on both ranks, with ``--worker`` and ``--folder`` besides; what rank 0 left through ``leave``."""
+def run_workers(module: str, arguments: Sequence[str]) -> Any:
+    """Run a module on both ranks, with ``--worker`` and ``--folder`` besides; what rank 0 left through ``leave``."""
     with tempfile.TemporaryDirectory() as folder:
         workers = []
         for i, name in enumerate(NAMESPACES):
             core = i % (os.cpu_count() or 1)
             command = ["ip", "netns", "exec", name, "taskset", "-c", str(core)]
-            command += [sys.executable, "-W", "ignore", script, "--worker", str(i), "--folder", folder, *arguments]
+            command += [
+                sys.executable,
+                "-W",
+                "ignore",
+                "-m",
+                module,
+                "--worker",
+                str(i),
+                "--folder",
+                folder,
+                *arguments,
+            ]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": f"lnveth{i}"}
             workers.append(subprocess.Popen(command, env=environment))
         codes = [worker.wait(timeout=1200) for worker in workers]
@@ -90,9 +114,41 @@ def two_ranks(rank: int, folder: Path) -> Iterator[None]:
     with cpu_host():
         parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
         set_streams()
+        let_small_messages_pass(parallel_state.get_expert_model_parallel_group())
         yield
     dist.barrier()
     dist.destroy_process_group()
+
+
+def let_small_messages_pass(bulk: ProcessGroup) -> None:
+    """In a worker: send the messages of all groups but ``bulk`` ahead of those that wait for the link.
+
+    Clusters do so with traffic classes. Without, the router's few counts would wait behind the other microbatch's whole
+    exchange, on the compute stream. Which connections are the group's is seen by sending something through it.
+    """
+    before = _bytes_acknowledged()
+    payload = torch.zeros(2**20)
+    dist.all_to_all_single(torch.empty_like(payload), payload, group=bulk)
+    dist.barrier()
+    for fd, acknowledged in _bytes_acknowledged().items():
+        if acknowledged - before.get(fd, 0) < payload.nbytes // 4:
+            with socket.socket(fileno=os.dup(fd)) as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _FIRST)
+
+
+def _bytes_acknowledged() -> dict[int, int]:
+    """By file descriptor, what the peers of this process's TCP connections have acknowledged."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            if not os.readlink(entry).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        except OSError:  # closed meanwhile, or no TCP
+            continue
+        found[int(entry.name)] = struct.unpack_from("<Q", info, _BYTES_ACKED)[0]
+    return found
 
 
 def leave(folder: Path, found: Any) -> None:

@@ -24,15 +24,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _link import bytes_sent, leave, limit_link, make_link, remove_link, run_workers, two_ranks
 
+from benchmarks._link import bytes_sent, leave, limit_link, make_link, remove_link, run_workers, two_ranks
 from layernodes import ChunkPlan, CostModel, Runner, Schedule, StreamType, optimize, profile, schedules, simulate
 from layernodes.demo.data import make_microbatches, read_text
 from layernodes.demo.model import build_model
 from layernodes.demo.settings import DemoSettings
-
-BURST = "16kb"
-"""Small, so that an exchange takes as long after an idle link as after a busy one."""
 
 
 def main() -> int:
@@ -56,7 +53,7 @@ def main() -> int:
         return 3
     try:
         free = _run_workers(options, "--only-bytes")
-        limit_link(8 * free["bytes"] / (free["compute"] * options.ratio), burst=BURST)
+        limit_link(8 * free["bytes"] / (free["compute"] * options.ratio))
         found = _run_workers(options)
     finally:
         remove_link()
@@ -68,7 +65,7 @@ def _run_workers(options: argparse.Namespace, *switches: str) -> Any:
     arguments = [*switches]
     for option in ("layers", "hidden", "microbatches", "repetitions"):
         arguments += [f"--{option}", str(getattr(options, option))]
-    return run_workers(__file__, arguments)
+    return run_workers("benchmarks.prediction", arguments)
 
 
 def _work(options: argparse.Namespace) -> int:
