@@ -28,21 +28,23 @@ def pre_process(model: Any, state: Any, hidden: Tensor | None) -> Tensor:
     received = model.decoder.input_tensor
     if not model.pre_process:
         model.set_input_tensor(hidden)  # rotary embeddings read their length off it
-    (
-        decoder_input,
-        state.rotary_pos_emb,
-        state.rotary_pos_cos,
-        state.rotary_pos_sin,
-        state.sequence_len_offset,
-        state.padding_mask,
-    ) = model._preprocess(
-        input_ids=state.input_ids,
-        position_ids=state.position_ids,
-        decoder_input=state.decoder_input,
-        packed_seq_params=state.packed_seq_params,
-        padding_mask=state.padding_mask,
-    )
-    model.set_input_tensor(received)
+    try:
+        (
+            decoder_input,
+            state.rotary_pos_emb,
+            state.rotary_pos_cos,
+            state.rotary_pos_sin,
+            state.sequence_len_offset,
+            state.padding_mask,
+        ) = model._preprocess(
+            input_ids=state.input_ids,
+            position_ids=state.position_ids,
+            decoder_input=state.decoder_input,
+            packed_seq_params=state.packed_seq_params,
+            padding_mask=state.padding_mask,
+        )
+    finally:
+        model.set_input_tensor(received)
     # For an output processor only; a graph from here to the chunk's tail would bypass the layers' slots.
     state.decoder_input = decoder_input.detach() if state.output_processor is not None else None
     output: Tensor = decoder_input
