@@ -25,7 +25,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 import layernodes
-from layernodes import ChunkPlan, LayerPlan, NodeStateError, Runner, UnsupportedLayerError, schedules
+from layernodes import ChunkPlan, LayerPlan, NodeStateError, Runner, StepError, UnsupportedLayerError, schedules
 from layernodes.nodes import base
 from layernodes.plan import layer_plan
 from tests.support.build import make_microbatches, make_model
@@ -561,6 +561,41 @@ class TestModel:
             actual = _run(inner, microbatch)
         assert expected.dtype is actual.dtype is torch.float32
         assert torch.equal(actual, expected)
+
+    @pytest.mark.parametrize("way", ["plan", "runner"])
+    def test_output_processor(self, way: str) -> None:
+        """It is given what the plain model gives it, context and embeddings; a gradient to these is refused, where
+        it would bypass the layers."""
+        cell = by_name("alltoall-moe-ep1")
+
+        def processor(*, hidden_states: Tensor, decoder_input: Tensor, context: Any, **others: Any) -> Tensor:
+            seen = decoder_input if context["differentiates"] else decoder_input.detach()
+            logits, _ = others["output_layer"](hidden_states, weight=others["output_weight"])
+            return logits + seen.sum(-1, keepdim=True) + others["position_ids"].T[..., None] * context["scale"]
+
+        def run(plain: bool, context: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
+            model, (microbatch, *_) = make_model(cell), make_microbatches(cell)
+            inputs = {**microbatch.inputs, "output_processor": processor, "output_processor_context": context}
+            if plain:
+                output = model(**inputs)
+                output.backward(torch.ones_like(output))
+            elif way == "plan":
+                with layernodes.install():
+                    plan = model.build_schedule_plan(**inputs)
+                    output = type(plan).run(plan, None)
+                    type(plan).run(None, plan, b_grad=torch.ones_like(output))
+            else:
+                chunk = ChunkPlan.build(model)
+                with Runner(streams="inline") as runner:
+                    output = runner.run(schedules.serial(chunk.shape, 1), chunk, [inputs]).outputs[0]
+            return output.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+        context = {"scale": 0.5, "differentiates": False}
+        expected, found = run(True, context), run(False, context)
+        assert torch.equal(expected[0], found[0])
+        assert_equal_gradients(expected[1], found[1])
+        with pytest.raises((UnsupportedLayerError, StepError), match="differentiates through decoder_input"):
+            run(False, {**context, "differentiates": True})
 
     @pytest.mark.parametrize("mtp", [0, 1])
     def test_attention_bias(self, mtp: int, monkeypatch: pytest.MonkeyPatch) -> None:

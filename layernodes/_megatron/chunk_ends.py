@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from layernodes._megatron.decoder import begin_decoder, end_decoder
+from layernodes.errors import UnsupportedLayerError
 
 
 def pre_process(model: Any, state: Any, hidden: Tensor | None) -> Tensor:
@@ -45,14 +46,34 @@ def pre_process(model: Any, state: Any, hidden: Tensor | None) -> Tensor:
         )
     finally:
         model.set_input_tensor(received)
-    # For an output processor only; a graph from here to the chunk's tail would bypass the layers' slots.
-    state.decoder_input = decoder_input.detach() if state.output_processor is not None else None
+    state.decoder_input = None
+    if state.output_processor is not None and model.pre_process:
+        state.decoder_input = _for_processor(decoder_input)
     output: Tensor = decoder_input
     if len(model.decoder.layers) == 0:
         output = begin_decoder(state, output)
         if getattr(model, "mtp", None) is None:
             output = end_decoder(state, output)
     return output
+
+
+def _for_processor(decoder_input: Tensor) -> Tensor:
+    """What an output processor is given of the embeddings: a graph from here to the chunk's tail would bypass the slots
+    of the layers, so a gradient is refused, not lost."""
+    seen = decoder_input.detach()
+    if decoder_input.requires_grad:
+        seen.requires_grad_(True)
+        seen.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return seen
+
+
+def _refuse_gradient(_: Tensor) -> None:
+    raise UnsupportedLayerError(
+        "the output processor differentiates through decoder_input, whose gradient would bypass the layers between; "
+        "use decoder_input.detach() in it",
+        field="output_processor",
+        value="decoder_input",
+    )
 
 
 def post_process(model: Any, state: Any, hidden: Tensor) -> Tensor:
