@@ -550,6 +550,27 @@ class TestModel:
             with layernodes.install():
                 assert torch.equal(_run(model, microbatch), expected)
 
+    @pytest.mark.parametrize("way", ["plan", "runner"])
+    def test_evaluation_does_not_chunk(self, way: str) -> None:
+        """``mlp_chunks_for_training`` is for training: the router routes all tokens at once."""
+        cell = by_name("mlp-chunks-ep1")
+        model, (microbatch, *_) = make_model(cell).eval(), make_microbatches(cell)
+        routed: Counter[Any] = Counter()
+        routers = [layer.mlp.router for layer in model.decoder.layers]
+        for router in routers:
+            router.register_forward_hook(lambda module, *_: routed.update([module]))
+        with torch.no_grad():
+            expected = model(**microbatch.inputs)
+            if way == "plan":
+                with layernodes.install():
+                    found = _run(model, microbatch)
+            else:
+                chunk = ChunkPlan.build(model)
+                with Runner(streams="inline") as runner:
+                    found = runner.run(schedules.forward_only(chunk.shape, 1), chunk, [microbatch.inputs]).outputs[0]
+        assert torch.equal(found, expected)
+        assert routed == dict.fromkeys(routers, 2)  # by the plain model, and by ours
+
     def test_a_wrapped_model(self) -> None:
         """Megatron's ``Float16Module`` hands its schedule plan on; the loss is the wrapped model's."""
         cell = by_name("bf16-ep1")
