@@ -25,7 +25,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 import layernodes
-from layernodes import ChunkPlan, LayerPlan, NodeStateError, Runner, UnsupportedLayerError, schedules
+from layernodes import ChunkPlan, LayerPlan, NodeStateError, Runner, StepError, UnsupportedLayerError, schedules
 from layernodes.nodes import base
 from layernodes.plan import layer_plan
 from tests.support.build import make_microbatches, make_model
@@ -550,6 +550,27 @@ class TestModel:
             with layernodes.install():
                 assert torch.equal(_run(model, microbatch), expected)
 
+    @pytest.mark.parametrize("way", ["plan", "runner"])
+    def test_evaluation_does_not_chunk(self, way: str) -> None:
+        """``mlp_chunks_for_training`` is for training: the router routes all tokens at once."""
+        cell = by_name("mlp-chunks-ep1")
+        model, (microbatch, *_) = make_model(cell).eval(), make_microbatches(cell)
+        routed: Counter[Any] = Counter()
+        routers = [layer.mlp.router for layer in model.decoder.layers]
+        for router in routers:
+            router.register_forward_hook(lambda module, *_: routed.update([module]))
+        with torch.no_grad():
+            expected = model(**microbatch.inputs)
+            if way == "plan":
+                with layernodes.install():
+                    found = _run(model, microbatch)
+            else:
+                chunk = ChunkPlan.build(model)
+                with Runner(streams="inline") as runner:
+                    found = runner.run(schedules.forward_only(chunk.shape, 1), chunk, [microbatch.inputs]).outputs[0]
+        assert torch.equal(found, expected)
+        assert routed == dict.fromkeys(routers, 2)  # by the plain model, and by ours
+
     def test_a_wrapped_model(self) -> None:
         """Megatron's ``Float16Module`` hands its schedule plan on; the loss is the wrapped model's."""
         cell = by_name("bf16-ep1")
@@ -561,6 +582,41 @@ class TestModel:
             actual = _run(inner, microbatch)
         assert expected.dtype is actual.dtype is torch.float32
         assert torch.equal(actual, expected)
+
+    @pytest.mark.parametrize("way", ["plan", "runner"])
+    def test_output_processor(self, way: str) -> None:
+        """It is given what the plain model gives it, context and embeddings; a gradient to these is refused, where
+        it would bypass the layers."""
+        cell = by_name("alltoall-moe-ep1")
+
+        def processor(*, hidden_states: Tensor, decoder_input: Tensor, context: Any, **others: Any) -> Tensor:
+            seen = decoder_input if context["differentiates"] else decoder_input.detach()
+            logits, _ = others["output_layer"](hidden_states, weight=others["output_weight"])
+            return logits + seen.sum(-1, keepdim=True) + others["position_ids"].T[..., None] * context["scale"]
+
+        def run(plain: bool, context: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
+            model, (microbatch, *_) = make_model(cell), make_microbatches(cell)
+            inputs = {**microbatch.inputs, "output_processor": processor, "output_processor_context": context}
+            if plain:
+                output = model(**inputs)
+                output.backward(torch.ones_like(output))
+            elif way == "plan":
+                with layernodes.install():
+                    plan = model.build_schedule_plan(**inputs)
+                    output = type(plan).run(plan, None)
+                    type(plan).run(None, plan, b_grad=torch.ones_like(output))
+            else:
+                chunk = ChunkPlan.build(model)
+                with Runner(streams="inline") as runner:
+                    output = runner.run(schedules.serial(chunk.shape, 1), chunk, [inputs]).outputs[0]
+            return output.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+        context = {"scale": 0.5, "differentiates": False}
+        expected, found = run(True, context), run(False, context)
+        assert torch.equal(expected[0], found[0])
+        assert_equal_gradients(expected[1], found[1])
+        with pytest.raises((UnsupportedLayerError, StepError), match="differentiates through decoder_input"):
+            run(False, {**context, "differentiates": True})
 
     @pytest.mark.parametrize("mtp", [0, 1])
     def test_attention_bias(self, mtp: int, monkeypatch: pytest.MonkeyPatch) -> None:

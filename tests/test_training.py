@@ -52,6 +52,7 @@ _GATHER = {**_DISTRIBUTED, "overlap_param_gather": True}
 _ONE = (
     Case(name="fp32"),
     Case(name="bf16, MTP, tied", bf16=True, mtp=1, tied=True),
+    Case(name="bf16, MTP, masked", bf16=True, mtp=1, masked=True),
     Case(name="no DDP, MTP, dense last", layers="MD", ddp=None, mtp=1),
     Case(name="per token, masked, scaled", per_token=True, masked=True, loss_scale=8.0, mtp=1),
     Case(name="one microbatch", num_microbatches=1),

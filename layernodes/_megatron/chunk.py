@@ -13,7 +13,7 @@ from typing import Any, Final, final
 from megatron.core.enums import Fp8Recipe
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.module import Float16Module, float16_to_fp32, fp32_to_float16
+from megatron.core.transformer.module import Float16Module, float16_to_fp32
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
@@ -44,7 +44,7 @@ class GPTChunk:
     """
 
     def __init__(self, model: Module) -> None:
-        self.model, self._float16 = _unwrap(model)
+        self.model, self._is_float16 = _unwrap(model)
         check_decoder(self.model.decoder)
         self.decoder_layers: tuple[Module, ...] = tuple(self.model.decoder.layers)
         mtp = getattr(self.model, "mtp", None)
@@ -85,12 +85,6 @@ class GPTChunk:
         for name in _ARGUMENTS:
             if name not in _IGNORED:
                 setattr(state, name, arguments.get(name))
-        if self._float16 is not None and self.model.pre_process:
-            convert = self._float16.float16_convertor
-            for name in _ARGUMENTS:
-                value = getattr(state, name, None)
-                if isinstance(value, Tensor):
-                    setattr(state, name, fp32_to_float16(value, convert))
         state.model = self.model
         state.context = state.context_mask = state.attention_bias = None
         return state
@@ -117,7 +111,7 @@ class GPTChunk:
     def post_process(self, state: Any, hidden: Tensor) -> Tensor:
         """The chunk's tail, in fp32 where ``Float16Module`` would have it so."""
         output = post_process(self.model, state, hidden)
-        return output if self._float16 is None else float16_to_fp32(output)
+        return float16_to_fp32(output) if self._is_float16 else output
 
     def sites(self, place: str) -> tuple[Site, ...]:
         """Where ``pre_process``, ``post_process`` or the first slot of an MTP layer uses parameters of the model's ends
@@ -143,12 +137,15 @@ def exchange_groups(layers: Iterable[Module]) -> tuple[ProcessGroup, ...]:
     return tuple(groups.values())
 
 
-def _unwrap(model: Module) -> tuple[Any, Float16Module | None]:
-    float16: Float16Module | None = None
+def _unwrap(model: Module) -> tuple[Any, bool]:
+    """The ``GPTModel``, and whether a ``Float16Module`` is among its wrappers.
+
+    That one converts positional arguments alone, and a batch has none; of its outputs it returns fp32.
+    """
+    is_float16 = False
     inner: Any = model
     while not isinstance(inner, GPTModel):
-        if isinstance(inner, Float16Module):
-            float16 = inner
+        is_float16 = is_float16 or isinstance(inner, Float16Module)
         inner = getattr(inner, "module", None)
         if not isinstance(inner, Module):
             raise UnsupportedLayerError(
@@ -158,4 +155,4 @@ def _unwrap(model: Module) -> tuple[Any, Float16Module | None]:
                 field="model",
                 value=type(model),
             )
-    return inner, float16
+    return inner, is_float16

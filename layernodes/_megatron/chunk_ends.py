@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from layernodes._megatron.decoder import begin_decoder, end_decoder
+from layernodes.errors import UnsupportedLayerError
 
 
 def pre_process(model: Any, state: Any, hidden: Tensor | None) -> Tensor:
@@ -28,29 +29,51 @@ def pre_process(model: Any, state: Any, hidden: Tensor | None) -> Tensor:
     received = model.decoder.input_tensor
     if not model.pre_process:
         model.set_input_tensor(hidden)  # rotary embeddings read their length off it
-    (
-        decoder_input,
-        state.rotary_pos_emb,
-        state.rotary_pos_cos,
-        state.rotary_pos_sin,
-        state.sequence_len_offset,
-        state.padding_mask,
-    ) = model._preprocess(
-        input_ids=state.input_ids,
-        position_ids=state.position_ids,
-        decoder_input=state.decoder_input,
-        packed_seq_params=state.packed_seq_params,
-        padding_mask=state.padding_mask,
-    )
-    model.set_input_tensor(received)
-    # For an output processor only; a graph from here to the chunk's tail would bypass the layers' slots.
-    state.decoder_input = decoder_input.detach() if state.output_processor is not None else None
+    try:
+        (
+            decoder_input,
+            state.rotary_pos_emb,
+            state.rotary_pos_cos,
+            state.rotary_pos_sin,
+            state.sequence_len_offset,
+            state.padding_mask,
+        ) = model._preprocess(
+            input_ids=state.input_ids,
+            position_ids=state.position_ids,
+            decoder_input=state.decoder_input,
+            packed_seq_params=state.packed_seq_params,
+            padding_mask=state.padding_mask,
+        )
+    finally:
+        model.set_input_tensor(received)
+    state.decoder_input = None
+    if state.output_processor is not None and model.pre_process:
+        state.decoder_input = _for_processor(decoder_input)
     output: Tensor = decoder_input
     if len(model.decoder.layers) == 0:
         output = begin_decoder(state, output)
         if getattr(model, "mtp", None) is None:
             output = end_decoder(state, output)
     return output
+
+
+def _for_processor(decoder_input: Tensor) -> Tensor:
+    """What an output processor is given of the embeddings: a graph from here to the chunk's tail would bypass the slots
+    of the layers, so a gradient is refused, not lost."""
+    seen = decoder_input.detach()
+    if decoder_input.requires_grad:
+        seen.requires_grad_(True)
+        seen.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return seen
+
+
+def _refuse_gradient(_: Tensor) -> None:
+    raise UnsupportedLayerError(
+        "the output processor differentiates through decoder_input, whose gradient would bypass the layers between; "
+        "use decoder_input.detach() in it",
+        field="output_processor",
+        value="decoder_input",
+    )
 
 
 def post_process(model: Any, state: Any, hidden: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from layernodes.wgrad import Site, WgradStore
 
 _LIBRARIES: Final = ("megatron", "torch", "transformer_engine")
 PARALLEL_LINEARS: Final = (ColumnParallelLinear, RowParallelLinear)
+_PRODUCTS: Final = tuple(kind._forward_impl for kind in PARALLEL_LINEARS)
 
 
 def deferrable_sites(modules: Sequence[Module], excluded: frozenset[int] = frozenset()) -> tuple[Site, ...]:
@@ -60,17 +61,22 @@ def _is_users(kind: type) -> bool:
 
 @contextmanager
 def deferring_parallel_linears(sites: Sequence[Site], store: WgradStore) -> Iterator[None]:
-    """Run the forward of each parallel linear among ``sites`` with its weight gradient deferred to ``store``."""
+    """Run the forward of each parallel linear among ``sites`` with its weight gradient deferred to ``store``.
+
+    A product of the user's own (``_forward_impl`` of a subclass, or put on the object) runs as it is.
+    """
     changed: list[Module] = []
     try:
         for site in sites:
             if isinstance(site.module, PARALLEL_LINEARS):
-                site.module.__dict__["_forward_impl"] = partial(_forward, site.module._forward_impl, store)
-                changed.append(site.module)
+                own = site.module._forward_impl
+                if getattr(own, "__func__", None) in _PRODUCTS:
+                    site.module.__dict__["_forward_impl"] = partial(_forward, own, store)
+                    changed.append(site.module)
         yield
     finally:
         for module in changed:
-            module.__dict__.pop("_forward_impl", None)
+            del module.__dict__["_forward_impl"]
 
 
 def _forward(own: Callable[..., Tensor], store: WgradStore, input: Tensor, weight: Tensor, **arguments: Any) -> Tensor:

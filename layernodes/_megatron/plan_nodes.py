@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from layernodes._megatron.chunk_ends import post_process, pre_process
-from layernodes._megatron.shared_parameters import SharedParameters, StandIns, shared_gradients_of
+from layernodes._megatron.shared_parameters import StandIns, shared_gradients_of, shared_parameters_of
 from layernodes._megatron.streams import current_lane
 from layernodes.release import release_inputs
 from layernodes.streams import autocasts
@@ -93,11 +93,10 @@ class ProvingLayerNode(_PlanNode, TransformerLayerNode):  # type: ignore[misc]  
         super().__init__(*args, **kwargs)
         self._sites: tuple[Site, ...] = ()
         if self.is_mtp:
-            shared = SharedParameters.of(self.chunk_state.model)
+            shared = shared_parameters_of(self.chunk_state)
             self._sites = shared.mtp_all
             if self.name == "pre_dispatch_computation":
                 self._sites += shared.mtp_first
-
         if self.delay_wgrad_compute and self._sites:
             self._deferred = frozenset(map(id, getattr(self.submodule, "wgrad_parameters", ())))
             self._is_drained = self.name in ("pre_dispatch_computation", "mlp")
@@ -129,7 +128,7 @@ class ChunkPreProcessNode(_PlanNode, PreProcessNode):  # type: ignore[misc]  # M
     """The chunk's pre-process."""
 
     def _forward(self, *inputs: Any) -> Any:
-        sites = SharedParameters.of(self.model).pre_process
+        sites = shared_parameters_of(self.chunk_state).pre_process
         with self._contexts(self.chunk_state, sites):
             return super()._forward(*inputs)
 
@@ -144,7 +143,7 @@ class ChunkPostProcessNode(_PlanNode, PostProcessNode):  # type: ignore[misc]  #
     """The chunk's post-process: logits or loss."""
 
     def _forward(self, *inputs: Any) -> Any:
-        sites = SharedParameters.of(self.model).post_process
+        sites = shared_parameters_of(self.chunk_state).post_process
         with self._contexts(self.chunk_state, sites):
             return super()._forward(*inputs)
 

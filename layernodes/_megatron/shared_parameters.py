@@ -28,6 +28,7 @@ from layernodes.state import carried
 from layernodes.wgrad import Site, deliver, keeping_parts, parts_of, replaced, stand_in_for
 
 _ATTRIBUTE: Final = "layernodes_shared_gradients"
+_PARAMETERS: Final = "layernodes_shared_parameters"
 
 
 @final
@@ -71,6 +72,11 @@ class SharedParameters:
             mtp_first=shared(embedding) if depths else (),
             mtp_all=shared(layer),
         )
+
+
+def shared_parameters_of(chunk_state: Any) -> SharedParameters:
+    """Those of the model that ``chunk_state`` names, looked for once a microbatch: all its nodes ask."""
+    return carried(chunk_state, _PARAMETERS, lambda: SharedParameters.of(chunk_state.model))
 
 
 def _sites(module: Module) -> Iterator[Site]:

@@ -104,6 +104,32 @@ def test_parallel_linears_against_their_own_autograd(
     assert all(torch.equal(a, b) for a, b in zip(expected, found.input_grads, strict=True))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("on_the_object", [False, True])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_a_product_of_the_users_own_runs(kind: str, on_the_object: bool) -> None:
+    """Of a subclass, or put on the linear itself, where it stays; its weight's gradient is delivered with W."""
+    ours, theirs = _pair(kind)
+    for module in (ours, theirs):
+        own = module.linear._forward_impl
+
+        def doubled(self: Any = None, own: Any = own, **arguments: Any) -> Tensor:
+            product: Tensor = own(**arguments)
+            return product * 2
+
+        if on_the_object:
+            module.linear._forward_impl = doubled
+        else:
+            module.linear.__class__ = type("Own", (type(module.linear),), {"_forward_impl": doubled})
+    product = ours.linear._forward_impl
+    batches = [torch.randn(5, 6, requires_grad=True)]
+    expected = plain(theirs, batches)
+    found = run("F0.L0.mlp B0.L0.mlp W0.L0.mlp", plan_of(ours), batches)
+    assert _equal(gradients(theirs), gradients(ours))
+    assert torch.equal(expected[0], found.input_grads[0])  # type: ignore[arg-type]
+    assert ours.linear._forward_impl == product
+    assert ("_forward_impl" in vars(ours.linear)) is on_the_object
+
+
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_a_frozen_weight_takes_megatrons_own_way(kind: str) -> None:
     """Nothing of it is deferred; the bias comes as there: not at all."""

@@ -45,7 +45,7 @@ class Case:
         pp, vpp, ep: parallel sizes. mtp: MTP layers. tied: embedding and output layer share their weight.
         ddp: arguments of DDP's configuration; None: no DDP, and plain SGD.
         config: further configuration fields.
-        masked: a loss mask, other on each microbatch. per_token: ``calculate_per_token_loss``.
+        masked: a loss mask with fractional weights, other on each microbatch. per_token: ``calculate_per_token_loss``.
         loss_scale: what ``grad_scale_func`` multiplies with.
         bind_sync: give the loop ``grad_sync_func`` and ``param_sync_func`` where DDP overlaps them.
     """
@@ -377,8 +377,9 @@ def _microbatches(case: Case, step: int) -> Iterator[tuple[Tensor, ...]]:
         labels = torch.randint(VOCAB, (BATCH, SEQ), generator=generator)
         mask = torch.ones(BATCH, SEQ)
         if case.masked:
-            mask = (torch.rand(BATCH, SEQ, generator=generator) < 0.7).float()
-            mask[0, 0] = 1.0
+            weights = torch.rand(BATCH, SEQ, generator=generator)  # no bfloat16 numbers
+            mask = weights * (weights < 0.7)
+            mask[0, 0] = 0.3
         yield tokens, torch.arange(SEQ).expand(BATCH, SEQ).contiguous(), labels, mask
 
 
