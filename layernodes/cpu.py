@@ -158,7 +158,7 @@ def _apply(stack: ExitStack, host: CpuHost) -> None:
 def _patches(host: CpuHost) -> Iterator[Patch]:
     """The table: every name that gets a stand-in, grouped by why it needs one."""
     yield Patch(target=torch.cuda, name="current_device", replacement=host.current_device)
-    yield Patch(target=torch.cuda, name="set_device", replacement=device.ignore)
+    yield Patch(target=torch.cuda, name="set_device", replacement=device.ignoring())
     yield from _stream_patches()
     yield from _allocation_patches()
     yield from _generator_patches()
@@ -177,7 +177,7 @@ def _stream_patches() -> Iterator[Patch]:
         "default_stream": streams.default,
         "set_stream": streams.set,
         "stream": streams.use,
-        "synchronize": device.ignore,
+        "synchronize": device.ignoring(),
         "is_current_stream_capturing": device.false,
     }.items():
         yield Patch(target=torch.cuda, name=name, replacement=stand_in)
@@ -188,7 +188,7 @@ def _stream_patches() -> Iterator[Patch]:
     )
     yield Patch(target=shared_experts.SharedExpertMLP, name="stream", replacement=device.HostStream())
     # The caching allocator's cross-stream bookkeeping; the CPU has no such allocator and raises.
-    yield Patch(target=Tensor, name="record_stream", replacement=device.ignore)
+    yield Patch(target=Tensor, name="record_stream", replacement=device.ignoring())
 
 
 def _allocation_patches() -> Iterator[Patch]:

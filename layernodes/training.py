@@ -30,6 +30,7 @@ from layernodes._megatron.constraints import raise_violations, recompute_notes, 
 from layernodes._megatron.training import (
     AbstractSchedulePlan,
     autocast_context,
+    backward_timer,
     hooked_module,
     new_event,
     no_wrappers_left,
@@ -226,7 +227,8 @@ class TrainingSchedule:
         chosen = self._schedules[None if f_run is None else f_run.plan, None if b_run is None else b_run.plan]
         present = forward or backward
         assert present is not None
-        with torch.enable_grad(), autocast_context(present.model):
+        timer = backward_timer(None if backward is None else backward.model)
+        with torch.enable_grad(), autocast_context(present.model), timer:
             self._runner.run_pair(chosen, f_run, b_run, gradient, calls)
         if backward is not None:
             backward.hand_back()

@@ -12,6 +12,7 @@ import torch
 from megatron.core.fusions.fused_bias_swiglu import swiglu
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_layer, moe_utils, shared_experts, token_dispatcher
+from torch._dynamo import trace_rules
 
 import layernodes.cpu
 from layernodes._cpu_device import share_storage
@@ -338,3 +339,14 @@ def test_a_parallel_linear_of_transformer_engine_is_refused() -> None:
             skip_bias_add=False,
         )
     assert (caught.value.field, caught.value.value) == ("parallel_mode", "column")
+
+
+def test_dynamo_starts_under_the_host() -> None:
+    """Leaving a process group makes Dynamo forget torch's functions; it collects them anew, under the host too."""
+    trace_rules.clear_lru_cache()
+    try:
+        with cpu_host():
+            assert torch.compile(torch.neg)(torch.ones(1)).item() == -1.0
+            assert trace_rules.get_torch_obj_rule_map.cache_info().currsize == 1
+    finally:
+        trace_rules.clear_lru_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -11,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from tests.support.full import FULL
+from tests.support.ranks import values_on_ranks
+from tests.support.train_bytes_ranks import forget_losses, resumed
 
 _FOLDER = Path(__file__).parents[1] / "docs" / "examples"
 _SMALL = ["--layers", "2", "--hidden", "16", "--seq", "16", "--batch", "2", "--dropout", "0.1", "--json"]
@@ -29,13 +29,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def _clean() -> Iterator[None]:
     """Megatron-Core keeps the scales and sums of its losses for the whole process."""
     scales = MoEAuxLossAutoScaler.main_loss_backward_scale, MTPLossAutoScaler.main_loss_backward_scale
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
+    forget_losses()
     yield
+    forget_losses()
     MoEAuxLossAutoScaler.main_loss_backward_scale, MTPLossAutoScaler.main_loss_backward_scale = scales
-    destroy_moe_metrics_tracker()
-    MTPLossLoggingHelper.tracker.clear()
-    get_cuda_rng_tracker().reset()
 
 
 @pytest.fixture
@@ -65,6 +62,42 @@ def test_same_losses_and_checkpoints(example: Any, capsys: pytest.CaptureFixture
     assert _losses(example, capsys, *options[:-1], "2", *early, "--save", kept) == plain[:2]
     assert _losses(example, capsys, *options, "--load", kept) == plain[2:]
     assert _losses(example, capsys, *options, *scheduled, "--load", kept) == plain[2:]
+
+
+def test_checkpoints_of_two_ranks(tmp_path: Path) -> None:
+    """Experts on two ranks and the sharded optimizer: half a run under one schedule, the rest plainly and under another
+    one from its checkpoint; the losses, and all that is in the last checkpoint, are those of a plain run."""
+    options = [*_SMALL, "--ep", "2", "--distributed-optimizer", "--bf16", "--mtp", "--tied", "--microbatches", "2"]
+    early = ["--schedule", "early_release", "--wgrad", "auto", "--streams", "threads"]
+    ways = [[], ["--schedule", "combined_1f1b", "--streams", "inline"]]
+    target = f"{resumed.__module__}:{resumed.__name__}"
+    assert values_on_ranks(target, str(tmp_path), 3 if FULL else 1, options, early, ways, seconds=300.0) == [[], []]
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress(example: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line a step; on a terminal a bar that fills, is wiped before each line and is gone at the end."""
+    terminal = _Terminal()
+    monkeypatch.setattr(example.sys, "stderr", terminal)
+    example.main([*_SMALL[:-1], "--steps", "3", "--schedule", "serial"])
+    assert [line.split()[:3] for line in capsys.readouterr().out.splitlines()] == [
+        ["step", str(number), "loss"] for number in (1, 2, 3)
+    ]
+    wipe = "\r\x1b[K"
+    drawn = [f"{wipe}[{'#' * filled}{'.' * (30 - filled)}] {step}/3" for step, filled in ((1, 10), (2, 20))]
+    assert terminal.getvalue() == "".join([*drawn, wipe])
+
+
+def test_no_bar_where_there_is_no_terminal(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines only."""
+    example.main([*_SMALL[:-1], "--steps", "1"])
+    printed = capsys.readouterr()
+    assert printed.out.startswith("step    1  loss ")
+    assert printed.err == ""
 
 
 def test_it_learns(example: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from layernodes.training import ChunkSchedulePlan
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world
 from tests.support.full import FULL
 from tests.support.ranks import values_on_ranks
+from tests.support.timers import CountingTimers
 from tests.support.training import (
     BATCH,
     PLAIN,
@@ -141,13 +142,31 @@ def test_evaluation_inside_the_context() -> None:
     assert expected.difference(two.trained()) is None
 
 
-def test_timers() -> None:
-    """Megatron-Core's timers run as in the plain loop."""
+@pytest.mark.parametrize("way", [PLAIN, WAYS[0], WAYS[4]], ids=str)
+def test_timers(way: Way) -> None:
+    """Megatron-Core's own timers run, the one of the backward too; counts are compared wherever training is."""
     trainer = Trainer(Case(name="timers"))
     trainer.config.timers = Timers(log_level=2, log_option="minmax")
-    trainer.config.barrier_with_L1_time = False
-    trainer.run(WAYS[0], 1)
-    assert trainer.config.timers("forward-compute", log_level=2).elapsed(barrier=False) > 0
+    trainer.run(way, 1)
+    for name in ("forward-backward", "forward-compute", "backward-compute", "all-grads-sync"):
+        assert trainer.config.timers(name).elapsed(barrier=False) > 0
+
+
+def test_the_timer_of_a_backward_that_fails_stops() -> None:
+    """It may be started again."""
+    trainer = Trainer(Case(name="timers"))
+    timers = trainer.config.timers
+    weight = trainer.chunks[0].module.decoder.layers[0].mlp.router.weight
+
+    def fail(_: Any) -> None:
+        raise _Stop
+
+    handle = weight.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(StepError, match="_Stop"):
+        trainer.run(WAYS[1], 1)
+    handle.remove()
+    assert timers.running == {"forward-backward", "forward-compute"}  # Megatron-Core's own
+    assert timers.counts["backward-compute"] == 1
 
 
 # What Megatron-Core's loop calls.
@@ -280,6 +299,7 @@ def test_restored_when_a_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(StepError, match=r"F0\.L1\.pre_dispatch_computation raised _Stop"):
             trainer.run(WAYS[0], 1)
     trainer.resume(state)
+    trainer.config.timers = CountingTimers()  # Megatron-Core leaves the one of the forward running
     trainer.run(WAYS[0], 2)
     assert train(case, PLAIN, 2).difference(trainer.trained()) is None
 

@@ -13,6 +13,8 @@ from layernodes.megatron import schedule
 from layernodes.plan import pairs
 from layernodes.plan.chunk_run import ChunkRun
 from layernodes.training import ChunkSchedulePlan
+from tests.support.build import make_microbatches, make_model
+from tests.support.configs import by_name
 from tests.support.device import stand_in_device
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world
 from tests.support.training import BATCH, SEQ, VOCAB, Case, Trainer, zipper
@@ -26,42 +28,51 @@ _LAYERS = "MD"  # the last layer ends on the compute stream, so a send on the ot
 _ORDERS: tuple[Any, ...] = (*pairs.BUILT_IN, zipper)
 
 
-def _plan(model: Any) -> Any:
+def _whole() -> tuple[Any, dict[str, Any]]:
     tokens = torch.randint(VOCAB, (BATCH, SEQ))
-    positions = torch.arange(SEQ).expand(BATCH, SEQ).contiguous()
-    return model.build_schedule_plan(tokens, positions, None, labels=tokens)
+    inputs = {
+        "input_ids": tokens,
+        "position_ids": torch.arange(SEQ).expand(BATCH, SEQ).contiguous(),
+        "attention_mask": None,
+        "labels": tokens,
+    }
+    return Trainer(Case(name="calls", ddp=None, layers=_LAYERS)).chunks[0], inputs
 
 
-def _run_pair(model: Any, call: Any) -> None:
-    """The forward of one microbatch beside the backward of the one before, with all four functions."""
-    before, after = _plan(model), _plan(model)
-    output = ChunkSchedulePlan.run(before, None)
-    assert output is not None
-    ChunkSchedulePlan.run(
-        after, before, b_grad=torch.ones_like(output), **{name: partial(call, name) for name in _CALLS}
-    )
+def _middle() -> tuple[Any, dict[str, Any]]:
+    """A pipeline's middle stage: its backward begins on the communication stream."""
+    cell = by_name("middle-chunk-ep1")
+    (microbatch,) = make_microbatches(cell)[:1]
+    model = make_model(cell)
+    model.set_input_tensor(microbatch.hidden_states)
+    return model, dict(microbatch.inputs)
 
 
 @pytest.mark.parametrize("order", _ORDERS, ids=lambda order: getattr(order, "__name__", order))
 @pytest.mark.parametrize("streams", ["inline", "threads"])
 def test_threads_make_all_calls_from_the_callers(order: Any, streams: str) -> None:
     """Two threads would race in the pipeline's process group."""
-    model = Trainer(Case(name="calls", ddp=None, layers=_LAYERS)).chunks[0]
+    model, inputs = _whole()
     found: list[tuple[str, str]] = []
 
     def call(name: str, *_: Any) -> None:
         found.append((name, threading.current_thread().name))
 
     with schedule(model, order, wgrad="auto", streams=streams):
-        _run_pair(model, call)
+        before, after = (model.build_schedule_plan(**inputs) for _ in "ab")
+        output = ChunkSchedulePlan.run(before, None)
+        assert output is not None
+        calls = {name: partial(call, name) for name in _CALLS}
+        ChunkSchedulePlan.run(after, before, b_grad=torch.ones_like(output), **calls)
     assert sorted(found) == sorted((name, threading.current_thread().name) for name in _CALLS)
 
 
 @pytest.mark.parametrize("order", _ORDERS, ids=lambda order: getattr(order, "__name__", order))
-def test_streams_of_the_calls(order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make", [_whole, _middle])
+def test_streams_of_the_calls(make: Any, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward send on the communication stream, the others on the caller's, each behind the passes that it follows
     and before those that it precedes."""
-    model = Trainer(Case(name="calls", ddp=None, layers=_LAYERS)).chunks[0]
+    model, inputs = make()
     with stand_in_device() as device:
         compute = device.stream
         known: dict[str, set[str]] = {}
@@ -82,7 +93,7 @@ def test_streams_of_the_calls(order: Any, monkeypatch: pytest.MonkeyPatch) -> No
             known[name] = device.issue(name)
 
         with schedule(model, order, wgrad="auto", streams="cuda"):
-            before, after = _plan(model), _plan(model)
+            before, after = (model.build_schedule_plan(**inputs) for _ in "ab")
             output = ChunkSchedulePlan.run(before, None)
             assert output is not None
             for name, method in (("F", "forward"), ("B", "backward"), ("W", "weight_gradients")):
@@ -94,7 +105,7 @@ def test_streams_of_the_calls(order: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert streams == {"pre_forward": True, "pre_backward": True, "post_forward": False, "post_backward": True}
     forward = {text for text in known if text.startswith("F")}
     backward = {text for text in known if text.startswith("B")}
-    assert len(forward) == len(backward) == 8
+    assert len(forward) == len(backward) == (8 if make is _whole else 9)
     assert all("pre_forward" in known[text] for text in forward)
     assert all("pre_backward" in known[text] for text in backward)
     assert forward - {"F.None.post_process"} <= known["post_forward"]

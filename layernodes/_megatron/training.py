@@ -109,6 +109,21 @@ def autocast_context(model: Any) -> AbstractContextManager[Any]:
     return torch.autocast("cuda", dtype=config.autocast_dtype) if config.enable_autocast else nullcontext()
 
 
+@contextmanager
+def backward_timer(model: Any) -> Iterator[None]:
+    """Megatron-Core's timer of a backward pass, which its combined step, unlike its plain one, leaves out."""
+    timers = None if model is None else model.config.timers
+    if timers is None:
+        yield
+        return
+    timer = timers("backward-compute", log_level=2)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.stop()
+
+
 def new_event() -> Any:
     """The event that Megatron-Core's loss node synchronizes on."""
     return torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves its __new__ untyped

@@ -31,6 +31,7 @@ from torch.nn import Module
 import layernodes
 from layernodes.megatron import schedule
 from tests.support.build import reset_globals
+from tests.support.timers import CountingTimers
 
 SEQ, BATCH, VOCAB = 8, 2, 32
 
@@ -132,11 +133,12 @@ WAYS: Sequence[Way] = (
 @dataclass(frozen=True, kw_only=True)
 class Trained:
     """What came of a run on this rank: losses (on the last stage); by chunk and name, the parameters, and the last
-    step's gradients, whose differences an optimizer may round away."""
+    step's gradients, whose differences an optimizer may round away; how often each of Megatron-Core's timers ran."""
 
     losses: Sequence[Tensor]
     gradients: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
+    timers: Mapping[str, int]
 
     def difference(self, other: Trained) -> str | None:
         """What is not the same, bit for bit; None where all is."""
@@ -145,6 +147,8 @@ class Trained:
         for index, (one, two) in enumerate(zip(self.losses, other.losses, strict=True)):
             if not torch.equal(one, two):
                 return f"loss {index}: {one} and {two}"
+        if self.timers != other.timers:
+            return f"timers {self.timers} and {other.timers}"
         for what in ("gradients", "parameters"):
             one, two = getattr(self, what), getattr(other, what)
             differing = [n for n in {**one, **two} if n not in one or n not in two or not torch.equal(one[n], two[n])]
@@ -164,6 +168,8 @@ class Trainer:
         MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
         self.case = case
         self.config = make_config(case)
+        self.config.timers = CountingTimers()
+        self.config.barrier_with_L1_time = False
         self.chunks = [_make_chunk(case, self.config, stage) for stage in range(case.vpp or 1)]
         self.step = 0
         self.losses: list[Tensor] = []
@@ -261,6 +267,7 @@ class Trainer:
                 for index, chunk in enumerate(self.chunks)
                 for name, value in chunk.named_parameters()
             },
+            timers=dict(self.config.timers.counts),
         )
 
     def checkpoint(self) -> dict[str, Any]:
@@ -345,7 +352,8 @@ def compare_resumed(case: Case, changes: Sequence[tuple[Way, Way]], steps: int) 
         second.resume(torch.load(buffer, weights_only=False))
         second.run(after, steps)
         whole = second.trained()
-        whole = replace(whole, losses=[*first.losses, *whole.losses])
+        timers = first.config.timers.counts + second.config.timers.counts
+        whole = replace(whole, losses=[*first.losses, *whole.losses], timers=dict(timers))
         difference = plain.difference(whole)
         if difference is not None:
             found.append(f"{case.name} ({before} to {after}): {difference}")
