@@ -11,7 +11,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -28,6 +28,11 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self._storages: dict[int, tuple[StorageWeakRef, Any]] = {}
         self.peak = 0
+
+    def __enter__(self) -> Self:
+        """Count from here on."""
+        super().__enter__()
+        return self
 
     def now(self) -> int:
         """Bytes alive."""
