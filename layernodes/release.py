@@ -10,7 +10,8 @@ Contract: ``release_inputs`` empties the storage that a slot's input (``inner``)
                      itself, an ``autograd.Function`` that keeps it as an attribute, a node that remembers it
 
 Anything else - a view, a saved input or output, a buffer that is global to the process - shows up as one more holder,
-and then the storage is kept. Which names a node has, or which dispatcher a layer has, plays no part.
+and then the storage is kept, as it is where torch has no such counter. Which names a node has, or which dispatcher a
+layer has, plays no part.
 """
 
 from __future__ import annotations
@@ -46,8 +47,18 @@ def num_tensor_holders(tensor: Tensor) -> int:
 
 
 def is_sole_holder(tensor: Tensor) -> bool:
-    """Whether nothing but the caller's reference keeps ``tensor`` or its storage."""
-    return num_storage_holders(tensor) == 1 and num_tensor_holders(tensor) == 1
+    """Whether nothing but the caller's reference keeps ``tensor`` or its storage; False where nobody can tell."""
+    return _has_counters() and num_storage_holders(tensor) == 1 and num_tensor_holders(tensor) == 1
+
+
+@functools.cache
+def _has_counters() -> bool:
+    """Whether this torch counts the holders of storages and tensors; both counters are private to it."""
+    tensor = torch.empty(1)
+    try:
+        return num_storage_holders(tensor) > 0 and num_tensor_holders(tensor) > 0
+    except AttributeError:
+        return False
 
 
 def may_release(outer: Tensor, inner: Tensor) -> bool:
@@ -56,7 +67,7 @@ def may_release(outer: Tensor, inner: Tensor) -> bool:
     Call it after the forward that consumed ``inner``, while both are alive. What it cannot see is a further reference
     of Python to the very objects ``outer`` and ``inner``; ``release_inputs`` sees those to ``inner``.
     """
-    if outer.data_ptr() != inner.data_ptr():
+    if not _has_counters() or outer.data_ptr() != inner.data_ptr():
         return False
     most = 2 if inner.requires_grad else 1  # an input that the slot did not use has no accumulation node
     return bool(

@@ -111,21 +111,23 @@ Compute = Callable[[], Tensor | None]
 class _Deferred:
     """One weight of a store: the parameter, its stand-in, and what contributes to its gradient."""
 
-    __slots__ = ("_arrived", "_parked", "_stand_in", "parameter")
+    __slots__ = ("_is_parked", "_parked", "_stand_in", "parameter")
 
     def __init__(self, parameter: Parameter, stand_in: Parameter) -> None:
         self.parameter = parameter
         self._stand_in = stand_in
-        parked: list[Compute] = []
-        arrived: list[int] = []
-        self._parked = parked
-        self._arrived = arrived  # how many had been parked when the contributions of other operations were there
+        self._parked: list[Compute] = []
+        # Of each contribution in order: parked, or arrived at the stand-in from other operations. The hook knows this
+        # alone: what is parked may hold the stand-in, and would be held by it in turn where nobody computes it.
+        is_parked: list[bool] = []
+        self._is_parked = is_parked
         stand_in.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-            lambda _: arrived.append(len(parked))
+            lambda _: is_parked.append(False)
         )
 
     def park(self, compute: Compute) -> None:
         self._parked.append(compute)
+        self._is_parked.append(True)
 
     @property
     def num_parked(self) -> int:
@@ -148,7 +150,8 @@ class _Deferred:
         contributions, stand_in = self._parked, self._stand_in
         gradient = stand_in.grad
         if gradient is not None:
-            contributions.insert(self._arrived[0] if self._arrived else len(contributions), lambda: gradient)
+            arrived = self._is_parked.index(False) if False in self._is_parked else len(contributions)
+            contributions.insert(arrived, lambda: gradient)
         contributions.reverse()
         with torch.no_grad():
             while contributions:

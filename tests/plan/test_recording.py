@@ -28,9 +28,11 @@ from layernodes.plan.program import Op
 from layernodes.state import HandoffMap
 from layernodes.streams import NO_WAIT
 from tests.support import toy
+from tests.support.built_ins import check_built_ins
 from tests.support.cells import is_ordered
-from tests.support.configs import CELLS
+from tests.support.configs import CELLS, by_name
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
+from tests.support.full import FULL
 from tests.support.runs import Bench, random_schedule
 
 pytestmark = MEGATRON_WORLD
@@ -69,6 +71,14 @@ class TestBuiltIns:
                 random_schedule(bench, 5, split_combine=split_combine),
             ):
                 assert bench.check(schedule, streams="recording", split_combine=split_combine) == []
+
+    @pytest.mark.parametrize("wgrad", [False, True])
+    @pytest.mark.parametrize(
+        "name", ["mtp-latent-ep1", "mixed-ep1", *(["four-layers-ep1", "alltoall-shared-ep1"] if FULL else [])]
+    )
+    def test_every_built_in(self, name: str, wgrad: bool) -> None:
+        """Serial, combined with and without early release, forwards together, W at each of its places, forward only."""
+        assert check_built_ins(by_name(name), streams="recording", wgrad=wgrad) == {}
 
     def test_toy_layers_and_records(self) -> None:
         streams = RecordingStreams()

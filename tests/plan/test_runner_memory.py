@@ -1,23 +1,16 @@
 """Memory: nothing of a run outlives it, nothing grows, and serial peaks no higher than the plain model.
 
-Live bytes are counted by a dispatch mode that notes every storage an operation makes, weakly, once: the bytes alive
-after an operation are those of all noted storages that still exist. Parameters, inputs and what lives before the mode
-is entered do not count, nor does what never passes through the dispatcher.
+``tests.support.live`` says how bytes are counted.
 """
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from layernodes import ChunkPlan, Runner, schedules
 from layernodes.lane import tensors_in
@@ -26,66 +19,11 @@ from tests.support import toy
 from tests.support.configs import by_name
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
 from tests.support.full import FULL
+from tests.support.live import LiveBytes, live, without_collection
 from tests.support.runs import Bench
 
 pytestmark = MEGATRON_WORLD
 _RUNS = 1000
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that operations made and that are still alive; keeps the peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: dict[int, tuple[StorageWeakRef, Any]] = {}
-        self.peak = 0
-
-    def now(self) -> int:
-        """Bytes alive."""
-        for key, (ref, _) in list(self._storages.items()):
-            if ref.expired():
-                del self._storages[key]
-        return sum(storage().nbytes() for _, storage in self._storages.values())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and note what it made."""
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            given = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs or {}))}
-            for tensor in tensors_in(result):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in given and storage._cdata not in self._storages:
-                    self._storages[storage._cdata] = (StorageWeakRef(storage), _sized(tensor))
-        self.peak = max(self.peak, self.now())
-        return result
-
-
-def _sized(tensor: Tensor) -> Any:
-    """Something that tells a storage's size now without keeping it."""
-    ref = weakref.ref(tensor)
-    nbytes = tensor.untyped_storage().nbytes()
-
-    class Size:
-        def nbytes(self) -> int:
-            alive = ref()
-            return nbytes if alive is None else alive.untyped_storage().nbytes()
-
-    return Size
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def _live() -> tuple[int, int]:
-    tensors = [t for t in gc.get_objects() if type(t) in (Tensor, torch.nn.Parameter)]
-    return len(tensors), sum(t.untyped_storage().nbytes() for t in tensors)
 
 
 @pytest.mark.parametrize("streams", ["inline", "threads"])
@@ -94,25 +32,25 @@ def test_a_thousand_runs_leave_nothing(streams: str) -> None:
     layers, batches = toy.toys(1), toy.inputs(2)
     chunk = toy.chunk_of(layers)
     schedule = schedules.forward_forward(chunk.shape, 2)
-    with Runner(streams=streams) as runner, _without_collection():
+    with Runner(streams=streams) as runner, without_collection():
         for _ in range(3):
             runner.run(schedule, chunk, batches)
-        before = _live()
+        before = live()
         for _ in range(_RUNS):
             runner.run(schedule, chunk, batches)
-        assert _live() == before
+        assert live() == before
 
 
 def test_new_schedules_do_not_pile_up() -> None:
     """A runner given a new schedule every time keeps a few of them only."""
     chunk, batches = toy.chunk_of(toy.toys(1)), toy.inputs(1)
-    with Runner(streams="inline") as runner, _without_collection():
+    with Runner(streams="inline") as runner, without_collection():
         for _ in range(_MAX_COMPILED + 8):
             runner.run(schedules.serial(chunk.shape, 1), chunk, batches)
-        before = _live()
+        before = live()
         for _ in range(_MAX_COMPILED + 8):
             runner.run(schedules.serial(chunk.shape, 1), chunk, batches)
-        assert _live() == before
+        assert live() == before
 
 
 @pytest.mark.parametrize("streams", ["inline", "threads"])
@@ -122,13 +60,13 @@ def test_megatron_runs_leave_nothing(name: str, streams: str) -> None:
     bench = Bench(by_name(name))
     chunk = bench.chunk()
     schedule = schedules.combined_1f1b(chunk.shape, 3)
-    with Runner(streams=streams) as runner, _without_collection():
+    with Runner(streams=streams) as runner, without_collection():
         for _ in range(2):
             runner.run(schedule, chunk, bench.batches(), bench.loss_grads())
-        before = _live()
+        before = live()
         for _ in range(100 if FULL else 10):
             runner.run(schedule, chunk, bench.batches(), bench.loss_grads())
-        assert _live() == before
+        assert live() == before
 
 
 def test_no_tensor_of_a_run_outlives_it() -> None:
@@ -144,7 +82,7 @@ def test_no_tensor_of_a_run_outlives_it() -> None:
         if "rotary" not in name:  # Megatron-Core caches rotary embeddings by length
             module.register_forward_hook(note)
     chunk = ChunkPlan.build(bench.model)
-    with _without_collection():
+    with without_collection():
         for streams in ("inline", "threads"):
             with Runner(streams=streams) as runner:
                 result = runner.run(
@@ -158,39 +96,58 @@ def test_no_tensor_of_a_run_outlives_it() -> None:
 
 
 def _peak_of_plain(bench: Bench) -> int:
+    """Microbatch after microbatch, gradients adding up, outputs kept without their graphs as a runner keeps them."""
     bench.reset()
-    counter = LiveBytes()
-    with counter:
+    outputs = []
+    with LiveBytes() as counter:
         for microbatch in bench.microbatches:
             output = bench.model(**microbatch.inputs)
             output.backward(microbatch.output_grad.to(output.dtype))
+            outputs.append(output.detach())
             del output
-            bench.clear_grads()
     return counter.peak
 
 
-def _peak_of_serial(bench: Bench, chunk: ChunkPlan) -> int:
+def _peak_of_serial(bench: Bench) -> int:
+    """The same microbatches in one run."""
     bench.reset()
-    counter = LiveBytes()
     batches, loss_grads = bench.batches(), bench.loss_grads()
-    with Runner(streams="inline") as runner, counter:
-        for i in range(len(batches)):
-            runner.run(schedules.serial(chunk.shape, 1), chunk, batches[i : i + 1], loss_grads[i : i + 1])
-            bench.clear_grads()
+    schedule = schedules.serial(bench.chunk().shape, len(batches))
+    with Runner(streams="inline") as runner, LiveBytes() as counter:
+        runner.run(schedule, bench.chunk(), batches, loss_grads)
     return counter.peak
+
+
+def _bytes_of_layers(bench: Bench) -> list[int]:
+    """What each decoder layer of the plain model leaves alive for its backward: measured around its forward."""
+    bench.reset()
+    found: list[int] = []
+    with LiveBytes() as counter:
+        for layer in bench.model.decoder.layers:
+            layer.register_forward_pre_hook(lambda *_: found.append(-counter.now()))
+            layer.register_forward_hook(lambda *_: found.append(found.pop() + counter.now()))
+        output = bench.model(**bench.microbatches[0].inputs)
+    assert output.requires_grad
+    for layer in bench.model.decoder.layers:
+        layer._forward_pre_hooks.clear()
+        layer._forward_hooks.clear()
+    return found
 
 
 @pytest.mark.parametrize("name", ["four-layers-ep1", "dense", "alltoall-shared-ep1", "mixed-ep1", "recompute-all-ep1"])
 def test_serial_peaks_no_higher_than_plain_by_more_than_a_layer(name: str) -> None:
-    """Peak live activation bytes of the serial schedule against the plain model's."""
-    cell = by_name(name)
-    bench = Bench(cell)
-    plain, ours = _peak_of_plain(bench), _peak_of_serial(bench, bench.chunk())
-    layer = plain / len(cell.layers)
-    assert ours <= plain + layer, (plain, ours, layer)
+    """Peak live activation bytes of one run of the serial schedule against the plain model's."""
+    bench = Bench(by_name(name))
+    plain, ours, layers = _peak_of_plain(bench), _peak_of_serial(bench), _bytes_of_layers(bench)
+    assert len(layers) == len(bench.cell.layers)
+    assert all(0 < of_layer < plain for of_layer in layers)
+    assert ours <= plain + max(layers), (plain, ours, layers)
 
 
-def sizes(names: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Peak bytes of the plain model and of the serial schedule, for those who want the numbers."""
+def sizes(names: Sequence[str]) -> dict[str, tuple[int, int, list[int]]]:
+    """Peak bytes of the plain model and of the serial schedule, and those of layers, for those who want the numbers."""
     benches = {name: Bench(by_name(name)) for name in names}
-    return {name: (_peak_of_plain(bench), _peak_of_serial(bench, bench.chunk())) for name, bench in benches.items()}
+    return {
+        name: (_peak_of_plain(bench), _peak_of_serial(bench), _bytes_of_layers(bench))
+        for name, bench in benches.items()
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -132,6 +132,22 @@ def make_microbatches(cell: Cell) -> list[Microbatch]:
     rank = parallel_state.get_data_parallel_rank()
     generator = torch.Generator().manual_seed(cell.seed * 1000 + rank)
     return [_microbatch(cell, index, generator) for index in range(cell.num_microbatches)]
+
+
+def moved(microbatch: Microbatch, device: str) -> Microbatch:
+    """The same microbatch on a device."""
+
+    def move(value: Any) -> Any:
+        if isinstance(value, PackedSeqParams):
+            return replace(value, **{field.name: move(getattr(value, field.name)) for field in fields(value)})
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    hidden = microbatch.hidden_states
+    return Microbatch(
+        inputs={name: move(value) for name, value in microbatch.inputs.items()},
+        hidden_states=None if hidden is None else hidden.detach().to(device).requires_grad_(hidden.requires_grad),
+        output_grad=microbatch.output_grad.to(device),
+    )
 
 
 def _microbatch(cell: Cell, index: int, generator: torch.Generator) -> Microbatch:

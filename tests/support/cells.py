@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.support.configs import Cell
+from tests.support.configs import CELLS, Cell
 
 _TOP1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 _AUX_KINDS = ("none", "aux_loss", "seq_aux_loss")
@@ -19,6 +19,21 @@ def is_ordered(cell: Cell) -> bool:
     drawn = any(cell.config.get(name) for name in draws)
     kinds = cell.config.get("moe_router_load_balancing_type")
     return bool(drawn) or kinds == "global_aux_loss"
+
+
+def device_cells() -> list[Cell]:
+    """The cells of one process that run on any device, and whose results no order of microbatches changes.
+
+    Not those over the emulated ``flex`` backends, which are the CPU suite's own.
+    """
+    return [
+        cell
+        for cell in CELLS
+        if cell.world_size == 1
+        and not is_ordered(cell)
+        and "expert-bias-padding" not in cell.name
+        and cell.config.get("moe_token_dispatcher_type") != "flex"
+    ]
 
 
 @st.composite

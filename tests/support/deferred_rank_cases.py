@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from layernodes import schedules
+from tests.support.collective_log import CollectiveLog
 from tests.support.configs import by_name
 from tests.support.deferred_runs import DeferredBench, random_deferred_schedule
 from tests.support.idle_rank import expert_gradients
@@ -52,6 +53,9 @@ def empty_rank(names: Sequence[str]) -> dict[str, Any]:
         shape = bench.chunk().shape
         schedule = schedules.deferred(schedules.combined_1f1b(shape, len(bench.microbatches)), shape, "end")
         found[name] = bench.check(schedule, streams="threads")
+        log = CollectiveLog()
+        bench.run(schedule, streams="threads", before_step=log.begin, after_step=log.end)
+        found[f"{name} collectives"] = log.by_lane
         found[f"{name} gradients"] = expert_gradients(bench.model)
     return found
 

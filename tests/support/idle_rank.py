@@ -18,9 +18,16 @@ def expert_gradients(model: Module) -> list[bool | None]:
 
 
 def check_idle_rank(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
-    """Both ranks equal the plain run; one rank's experts have gradients, the other's have zeros, and never None."""
+    """Both ranks equal the plain run; one rank's experts have gradients, the other's have zeros, and never None; both
+    issue the same collectives in the same order on each lane, dispatch and combine forward and backward among them."""
     for case in first:
-        if case.endswith("gradients"):
+        if case.endswith("collectives"):
+            assert first[case] == second[case], case
+            slots = {step.partition(".")[2].partition(".")[2] for lane in first[case].values() for step, _, _ in lane}
+            assert slots >= {"moe_dispatch", "moe_combine"}, case
+            phases = {step[0] for lane in first[case].values() for step, _, _ in lane}
+            assert phases == {"F", "B"}, case
+        elif case.endswith("gradients"):
             assert None not in [*first[case], *second[case]], case
             assert {any(first[case]), any(second[case])} == {True, False}, case
         else:

@@ -25,6 +25,7 @@ from layernodes import (
     StepError,
     schedules,
 )
+from tests.support.collective_log import CollectiveLog
 from tests.support.compare import differing
 from tests.support.configs import Cell, by_name
 from tests.support.idle_rank import expert_gradients
@@ -183,6 +184,9 @@ def empty_rank(names: Sequence[str]) -> dict[str, Any]:
         for case in (schedules.combined_1f1b, schedules.forward_forward):
             schedule = case(chunk.shape, len(bench.microbatches))
             found[f"{name} {case.__name__}"] = bench.check(schedule, streams="threads")
+            log = CollectiveLog()
+            bench.run(schedule, streams="threads", before_step=log.begin, after_step=log.end)
+            found[f"{name} {case.__name__} collectives"] = log.by_lane
         found[f"{name} gradients"] = expert_gradients(bench.model)
     return found
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from layernodes import ChunkPlan, Runner, RunResult, Schedule
 from tests import oracle
-from tests.support.build import Microbatch, make_microbatches, make_model, reset_globals
+from tests.support.build import Microbatch, make_microbatches, make_model, moved, reset_globals
 from tests.support.compare import Snapshot, differing
 from tests.support.configs import Cell
 from tests.support.owners import owner
@@ -40,12 +40,14 @@ class Plain:
 class Bench:
     """One cell with its model, microbatches and plain results; runs any number of schedules from the same state."""
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: Cell, *, device: str = "cpu") -> None:
         self.cell = cell
-        self.model: Any = make_model(cell)
-        self.microbatches: list[Microbatch] = make_microbatches(cell)
+        self.model: Any = make_model(cell).to(device)
+        self.microbatches: list[Microbatch] = [moved(one, device) for one in make_microbatches(cell)]
+        self._has_cuda = torch.device(device).type == "cuda"
         self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self._rng = torch.get_rng_state()
+        self._cuda_rng = torch.cuda.get_rng_state() if self._has_cuda else None
         self._tracker = get_cuda_rng_tracker().get_states()
         self._chunks: dict[bool, ChunkPlan] = {}
         self.plain = self._run_plain()
@@ -75,6 +77,8 @@ class Bench:
         """Generators, trackers, buffers and gradients as they were when the model was made."""
         reset_globals(self.cell.seed)
         torch.set_rng_state(self._rng)
+        if self._cuda_rng is not None:
+            torch.cuda.set_rng_state(self._cuda_rng)
         get_cuda_rng_tracker().set_states(dict(self._tracker))
         for name, buffer in self.model.named_buffers():
             buffer.data.copy_(self._buffers[name])
@@ -231,6 +235,18 @@ def random_schedule(bench: Bench, seed: int, *, split_combine: bool = False, mod
     return Schedule.parse("\n".join(texts))
 
 
+def check_random_schedules(cell: Cell, count: int, *, streams: str, device: str = "cpu") -> dict[str, list[str]]:
+    """What is not the oracle's after each of ``count`` random schedules, by the schedule's text."""
+    bench = Bench(cell, device=device)
+    wrong = {}
+    for seed in range(count):
+        schedule = random_schedule(bench, seed)
+        names = bench.check(schedule, streams=streams)
+        if names:
+            wrong[str(schedule)] = names
+    return wrong
+
+
 def check_example(cell: Cell, *, seed: int, streams: str, split_combine: bool, has_grads: bool) -> None:
     """One example of the property; an AssertionError says what differs."""
     bench = Bench(cell)
@@ -239,7 +255,7 @@ def check_example(cell: Cell, *, seed: int, streams: str, split_combine: bool, h
     if has_grads:
         generator = torch.Generator().manual_seed(seed)
         before = {
-            name: torch.randn(p.shape, generator=generator).to(p.dtype)
+            name: torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
             for name, p in bench.model.named_parameters()
             if p.requires_grad
         }

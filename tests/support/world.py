@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -43,9 +44,13 @@ def load_context(name: str) -> ContextFactory:
 
 @contextmanager
 def process_group(rank: int, world_size: int, store: Path) -> Iterator[None]:
-    """A gloo group over a file store, which needs no port; destroyed on leaving, Megatron's groups too."""
+    """A group over a file store, which needs no port; destroyed on leaving, Megatron's groups too.
+
+    Gloo, with NCCL beside it for an accelerator's tensors.
+    """
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT
+        backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT
     )
     try:
         yield
