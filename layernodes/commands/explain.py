@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Final
 
 from layernodes.command import Command, UsageError, Write
-from layernodes.commands.common import add_costs, add_json, add_schedule, costs_of, is_trace_file, timeline_of
+from layernodes.commands.common import add_costs, add_json, add_schedule, costs_of, is_trace_file, schedule_of
 from layernodes.plan.explanation import explain
+from layernodes.plan.simulate import simulate
 from layernodes.plan.timeline import Timeline
 
 
@@ -22,10 +23,13 @@ def _run(args: Namespace, write: Write) -> int:
     """Explain a trace, or simulate a schedule and explain that."""
     if is_trace_file(args.schedule):
         timeline = Timeline.from_perfetto(Path(args.schedule))
-    elif args.costs is None:
-        raise UsageError(f"{args.schedule} is a schedule and no trace of a run; say with --costs what its steps cost")
     else:
-        timeline = timeline_of(args)
+        schedule = schedule_of(args)
+        if args.costs is None:
+            raise UsageError(
+                f"{args.schedule} is a schedule and no trace of a run; say with --costs what its steps cost"
+            )
+        timeline = simulate(schedule, costs_of(args))
     explanation = explain(timeline, None if args.costs is None else costs_of(args))
     write(explanation.model_dump_json(indent=2) if args.json else str(explanation))
     return 0
