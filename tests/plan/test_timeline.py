@@ -121,7 +121,7 @@ def test_perfetto(tmp_path: Path) -> None:
 
 def test_traces_read_back(tmp_path: Path) -> None:
     """Steps, streams, times and queues survive; what is no trace of ours says what writes one."""
-    costs = CostModel.simple(computation=2e-3, communication=3.1e-3, hardware_queues=1)
+    costs = CostModel.simple(computation=0.25, communication=0.375, hardware_queues=1)
     timeline = simulate(schedules.combined_1f1b(SHAPE, 2), costs)
     path = tmp_path / "trace.json"
     timeline.to_perfetto(path)
