@@ -43,6 +43,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--traces", type=Path, metavar="FOLDER", help="leave the last measured timelines there")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -68,6 +69,8 @@ def _run_workers(options: argparse.Namespace, *switches: str) -> Any:
     arguments = [*switches]
     for option in ("layers", "hidden", "microbatches", "repetitions"):
         arguments += [f"--{option}", str(getattr(options, option))]
+    if options.traces is not None:
+        arguments += ["--traces", str(options.traces.absolute())]
     return run_workers(__file__, arguments)
 
 
@@ -114,9 +117,11 @@ def _measure(chunk: ChunkPlan, batches: Sequence[Any], options: argparse.Namespa
         for repetition in range(options.repetitions + 1):
             for name, order in orders.items():
                 dist.barrier()
-                makespan = runner.run(order, chunk, batches).timeline.makespan
+                timeline = runner.run(order, chunk, batches).timeline
                 if repetition:  # the first warms up
-                    measured[name].append(makespan)
+                    measured[name].append(timeline.makespan)
+                if options.traces is not None and options.worker == 0:
+                    timeline.to_perfetto(options.traces / f"{name}.json")
     return _compare(costs, {name: simulate(order, costs, chunk.shape) for name, order in orders.items()}, measured)
 
 

@@ -86,6 +86,7 @@ def test_check_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["simulate", "serial", "--costs", "deepsek"], "unknown preset 'deepsek'"),
         (["simulate", "serial", "--costs", "missing.json"], "missing.json"),
         (["plot", "serial", "--costs", "mixtral-8x7b", "-o", "picture.bmp"], "picture.bmp"),
+        (["simulate", "serial"], "say with --costs what its steps cost"),
         (["explain", "serial"], "say with --costs what its steps cost"),
         (["explain", "trace.json"], "there is no file trace.json"),
         (["profile", "--repetitions", "0"], "--repetitions 0, --warmup 2; give at least 1 and 0"),
@@ -152,7 +153,10 @@ def test_explain(costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert found["exposed"] == pytest.approx(6.4e-3)
     trace = str(tmp_path / "trace.json")
     assert main("trace", *words, "-o", trace) == 0
+    assert main("plot", trace, "-o", str(tmp_path / "trace.svg")) == 0
     capsys.readouterr()
+    assert main("simulate", trace) == 0
+    assert "makespan               30.4 ms" in capsys.readouterr().out
     assert main("explain", trace, "--json") == 0
     of_trace = json.loads(capsys.readouterr().out)
     causes = {one["step"]: (one["cause"], one["waiter"]) for one in found["causes"]}
