@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from layernodes import cpu_host
 
-NAMESPACES = ("layernodes0", "layernodes1")
+NAMESPACES = tuple(f"layernodes-{os.getpid()}-{i}" for i in range(2))
 ADDRESSES = ("10.99.0.1", "10.99.0.2")
 _FIRST = 6
 """Priority of a connection whose packets ``pfifo_fast`` sends first."""
@@ -41,12 +41,11 @@ def make_link() -> str:
         return "it needs root"
     if not (shutil.which("ip") and shutil.which("tc")):
         return "ip or tc is not installed"
-    remove_link()
+    first, second = NAMESPACES
     commands = [f"ip netns add {name}" for name in NAMESPACES]
-    commands += ["ip link add lnveth0 type veth peer name lnveth1"]
+    commands += [f"ip link add lnveth0 netns {first} type veth peer name lnveth1 netns {second}"]
     for i, (name, address) in enumerate(zip(NAMESPACES, ADDRESSES, strict=True)):
         commands += [
-            f"ip link set lnveth{i} netns {name}",
             f"ip -n {name} addr add {address}/24 dev lnveth{i}",
             f"ip -n {name} link set lnveth{i} up",
             f"ip -n {name} link set lo up",

@@ -3,9 +3,11 @@
 EP=2 over gloo, each rank in a network namespace and on a core of its own, thread streams. The link is limited so that
 communication takes ``--ratio`` times as long as computation. Then, on that link:
 
-    profile       measures what each step costs, and how far computation slows down beside communication
-    simulate      predicts the makespan of each schedule from those costs
-    Runner        runs every schedule in turn, ``--repetitions`` times; the median makespan counts
+    profile     measures what each step costs, and how far computation slows down beside communication
+    simulate    predicts the makespan of each schedule from those costs
+    Runner      runs every schedule once
+
+in turn, ``--repetitions`` times, so that other work on the machine meets all of them alike; medians count::
 
     error = predicted / measured - 1
 
@@ -26,10 +28,24 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._link import bytes_sent, leave, limit_link, make_link, remove_link, run_workers, two_ranks
-from layernodes import ChunkPlan, CostModel, Runner, Schedule, StreamType, optimize, profile, schedules, simulate
+from layernodes import (
+    ChunkPlan,
+    CostModel,
+    Runner,
+    Schedule,
+    StreamType,
+    Timeline,
+    optimize,
+    profile,
+    schedules,
+    simulate,
+)
 from layernodes.demo.data import make_microbatches, read_text
 from layernodes.demo.model import build_model
 from layernodes.demo.settings import DemoSettings
+
+_PROFILED = 3
+"""Repetitions of each profile."""
 
 
 def main() -> int:
@@ -40,6 +56,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--traces", type=Path, metavar="FOLDER", help="leave the last measured timelines there")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -65,6 +82,8 @@ def _run_workers(options: argparse.Namespace, *switches: str) -> Any:
     arguments = [*switches]
     for option in ("layers", "hidden", "microbatches", "repetitions"):
         arguments += [f"--{option}", str(getattr(options, option))]
+    if options.traces is not None:
+        arguments += ["--traces", str(options.traces.absolute())]
     return run_workers("benchmarks.prediction", arguments)
 
 
@@ -104,17 +123,23 @@ def _count_bytes(chunk: ChunkPlan, batches: Sequence[Any], options: argparse.Nam
 
 
 def _measure(chunk: ChunkPlan, batches: Sequence[Any], options: argparse.Namespace) -> dict[str, Any]:
-    costs = profile(chunk, batches[0], repetitions=options.repetitions, streams="threads")
-    orders = _orders(chunk, costs, len(batches))
+    costs = [profile(chunk, batches[0], repetitions=_PROFILED, streams="threads")]
+    orders = _orders(chunk, costs[0], len(batches))
+    predicted: dict[str, list[Timeline]] = {name: [] for name in orders}
     measured: dict[str, list[float]] = {name: [] for name in orders}
     with Runner("threads") as runner:
-        for repetition in range(options.repetitions + 1):
+        for order in orders.values():  # warms up
+            runner.run(order, chunk, batches)
+        for _ in range(options.repetitions):
+            costs.append(profile(chunk, batches[0], repetitions=_PROFILED, warmup=0, streams="threads"))
             for name, order in orders.items():
+                predicted[name].append(simulate(order, costs[-1], chunk.shape))
                 dist.barrier()
-                makespan = runner.run(order, chunk, batches).timeline.makespan
-                if repetition:  # the first warms up
-                    measured[name].append(makespan)
-    return _compare(costs, {name: simulate(order, costs, chunk.shape) for name, order in orders.items()}, measured)
+                timeline = runner.run(order, chunk, batches).timeline
+                measured[name].append(timeline.makespan)
+                if options.traces is not None and options.worker == 0:
+                    timeline.to_perfetto(options.traces / f"{name}.json")
+    return _compare(costs[1:], predicted, measured)
 
 
 def _orders(chunk: ChunkPlan, costs: CostModel, num_microbatches: int) -> dict[str, Schedule]:
@@ -126,10 +151,13 @@ def _orders(chunk: ChunkPlan, costs: CostModel, num_microbatches: int) -> dict[s
     }
 
 
-def _compare(costs: CostModel, predicted: dict[str, Any], measured: dict[str, list[float]]) -> dict[str, Any]:
+def _compare(
+    costs: Sequence[CostModel], predicted: dict[str, list[Timeline]], measured: dict[str, list[float]]
+) -> dict[str, Any]:
     rows = []
     for name, seconds in measured.items():
-        middle, expected = statistics.median(seconds), predicted[name].makespan
+        middle = statistics.median(seconds)
+        expected = statistics.median(timeline.makespan for timeline in predicted[name])
         rows.append(
             {
                 "schedule": name,
@@ -139,12 +167,11 @@ def _compare(costs: CostModel, predicted: dict[str, Any], measured: dict[str, li
                 "error": expected / middle - 1,
             }
         )
-    assert costs.measurement is not None
     serial = predicted["serial"]
     return {
-        "comm_to_compute": serial.busy(StreamType.COMM) / serial.busy(StreamType.COMPUTE),
-        "compute_slowdown": costs.compute_slowdown,
-        "typical_spread": costs.measurement.typical_spread,
+        "comm_to_compute": statistics.median(t.busy(StreamType.COMM) / t.busy(StreamType.COMPUTE) for t in serial),
+        "compute_slowdown": statistics.median(c.compute_slowdown for c in costs),
+        "typical_spread": statistics.median(c.measurement.typical_spread for c in costs if c.measurement is not None),
         "median_error": statistics.median(abs(row["error"]) for row in rows),
         "predicted_ranking": [row["schedule"] for row in sorted(rows, key=lambda row: row["predicted"])],
         "measured_ranking": [row["schedule"] for row in sorted(rows, key=lambda row: row["measured"])],

@@ -16,6 +16,7 @@ from layernodes.cli import main
 from layernodes.demo import command
 from layernodes.demo.report import DemoReport
 from layernodes.demo.run import demonstrate
+from layernodes.plan.costs import CostModel
 from tests.demo.faults import build_scaled
 
 SMALL = ("--layers", "1", "--hidden", "16", "--experts", "4", "--microbatches", "2")
@@ -172,6 +173,18 @@ def test_two_ranks_share_the_experts() -> None:
     assert done.returncode == 0, done.stderr
     report = DemoReport.model_validate_json(done.stdout)
     assert (report.num_ranks, report.backend, report.verdict.equal) == (2, "gloo", True)
+
+
+def test_two_ranks_profile_together(tmp_path: Path) -> None:
+    """Under torchrun, unchanged: rank 0 alone writes and prints, and the costs are those that both agreed on."""
+    path = tmp_path / "costs.json"
+    words = ("--repetitions", "2", "--streams", "threads", "--json", "-o", str(path))
+    done = _python(*_TORCHRUN, "-m", "layernodes", "profile", *SMALL, *words)
+    assert done.returncode == 0, done.stderr
+    costs = CostModel.from_json(done.stdout)
+    assert costs == CostModel.load(path)
+    assert costs.measurement is not None
+    assert costs.measurement.num_ranks == 2
 
 
 def test_a_mismatch_on_another_rank_is_everybodys() -> None:

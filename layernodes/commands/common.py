@@ -22,6 +22,12 @@ _NAMES = (*schedules.BUILT_IN, _EARLY)
 _MOST_LAYERS = 10_000
 
 
+def add_timeline(parser: argparse.ArgumentParser) -> None:
+    """The arguments that name a timeline: a trace, or a schedule and what its steps cost."""
+    add_schedule(parser, also="a trace of a run (layernodes run --trace FILE)")
+    add_costs(parser, required=False)
+
+
 def add_schedule(parser: argparse.ArgumentParser, *, also: str = "") -> None:
     """The argument that names a schedule, or ``also`` something else, and those of the shape of built-in ones."""
     parser.add_argument(
@@ -135,8 +141,19 @@ def costs_of(args: argparse.Namespace) -> CostModel:
 
 
 def timeline_of(args: argparse.Namespace) -> Timeline:
-    """The simulated timeline of the schedule; a file's shape is read off its steps, and a preset's layers' kinds."""
-    return simulate(schedule_of(args), costs_of(args))
+    """The timeline of a trace, or the simulated one of a schedule.
+
+    A file's shape is read off its steps, and a preset's layers' kinds.
+
+    Raises:
+        UsageError: a schedule without costs.
+    """
+    if is_trace_file(args.schedule):
+        return Timeline.from_perfetto(Path(args.schedule))
+    schedule = schedule_of(args)
+    if args.costs is None:
+        raise UsageError(f"{args.schedule} is a schedule and no trace of a run; say with --costs what its steps cost")
+    return simulate(schedule, costs_of(args))
 
 
 def is_trace_file(name: str) -> bool:

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from typing import Final
 
-from layernodes.command import Command, UsageError, Write
-from layernodes.commands.common import add_costs, add_json, add_schedule, costs_of, is_trace_file, timeline_of
+from layernodes.command import Command, Write
+from layernodes.commands.common import add_json, add_timeline, costs_of, timeline_of
 from layernodes.plan.explanation import explain
-from layernodes.plan.timeline import Timeline
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    add_schedule(parser, also="a trace of a run (layernodes run --trace FILE)")
-    add_costs(parser, required=False)
+    add_timeline(parser)
     add_json(parser)
 
 
 def _run(args: Namespace, write: Write) -> int:
-    """Explain a trace, or simulate a schedule and explain that."""
-    if is_trace_file(args.schedule):
-        timeline = Timeline.from_perfetto(Path(args.schedule))
-    elif args.costs is None:
-        raise UsageError(f"{args.schedule} is a schedule and no trace of a run; say with --costs what its steps cost")
-    else:
-        timeline = timeline_of(args)
+    """Explain the timeline."""
+    timeline = timeline_of(args)
     explanation = explain(timeline, None if args.costs is None else costs_of(args))
     write(explanation.model_dump_json(indent=2) if args.json else str(explanation))
     return 0

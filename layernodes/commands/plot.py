@@ -1,4 +1,4 @@
-"""``layernodes plot``: a predicted timeline as a picture (needs ``layernodes[plot]``)."""
+"""``layernodes plot``: a predicted or measured timeline as a picture (needs ``layernodes[plot]``)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from argparse import ArgumentParser, Namespace
 from typing import Final
 
 from layernodes.command import Command, Write
-from layernodes.commands.common import add_costs, add_json, add_schedule, timeline_of, write_json
+from layernodes.commands.common import add_json, add_timeline, timeline_of, write_json
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    add_schedule(parser)
-    add_costs(parser)
+    add_timeline(parser)
     parser.add_argument("-o", "--output", default="timeline.png", metavar="FILE", help="default: %(default)s")
     parser.add_argument("--title", help="a line above the picture (default: the schedule)")
     add_json(parser)
 
 
 def _run(args: Namespace, write: Write) -> int:
-    """Simulate, and write the file."""
+    """Get the timeline, and write the file."""
     timeline = timeline_of(args)
     timeline.plot(args.output, title=args.title or args.schedule)
     if args.json:
@@ -30,7 +29,7 @@ def _run(args: Namespace, write: Write) -> int:
 
 PLOT: Final = Command(
     name="plot",
-    summary="draw a predicted timeline (needs layernodes[plot])",
+    summary="draw a predicted or measured timeline (needs layernodes[plot])",
     add_arguments=_add_arguments,
     run=_run,
 )

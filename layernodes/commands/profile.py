@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from typing import Final
 
 from layernodes.command import Command, UsageError, Write
-from layernodes.commands.run import add_chunk_arguments
+from layernodes.commands.run import add_chunk_arguments, check_folder
 from layernodes.demo.command import add_model_arguments, settings_of
 from layernodes.demo.data import make_microbatches, read_text
 from layernodes.demo.model import build_model
@@ -34,8 +33,7 @@ def _run(options: Namespace, write: Write) -> int:
     check_settings(settings, num_ranks=num_launched_ranks())
     if options.repetitions < 1 or options.warmup < 0:
         raise UsageError(f"--repetitions {options.repetitions}, --warmup {options.warmup}; give at least 1 and 0")
-    if not Path(options.output).absolute().parent.is_dir():
-        raise UsageError(f"--output is {options.output}, and there is no such folder; make it first")
+    check_folder("output", options.output)
     text = read_text(settings.text)
     with demo_world() as world:
         costs = _profile(options, settings, text.content, world)

@@ -92,9 +92,17 @@ def add_chunk_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--split-combine", action="store_true", help="give what follows combine a slot of its own")
 
 
+def check_folder(name: str, path: str | None) -> None:
+    """Raise UsageError, before anything runs, where a file that is to be written has no folder."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise UsageError(f"--{name} is {path}, and there is no such folder; make it first")
+
+
 def _run(options: Namespace, write: Write) -> int:
     settings = settings_of(options)
     check_settings(settings, num_ranks=num_launched_ranks())
+    for name in ("trace", "plot"):
+        check_folder(name, getattr(options, name))
     text = read_text(settings.text)
     with demo_world() as world:
         report = _report(options, settings, text.content, world)

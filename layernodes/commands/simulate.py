@@ -6,18 +6,17 @@ from argparse import ArgumentParser, Namespace
 from typing import Final
 
 from layernodes.command import Command, Write
-from layernodes.commands.common import add_costs, add_json, add_schedule, timeline_of, write_json
+from layernodes.commands.common import add_json, add_timeline, timeline_of, write_json
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    add_schedule(parser)
-    add_costs(parser)
+    add_timeline(parser)
     parser.add_argument("--width", type=int, default=100, help="characters of the time axis (default: %(default)s)")
     add_json(parser)
 
 
 def _run(args: Namespace, write: Write) -> int:
-    """Simulate, and print the figures."""
+    """Get the timeline, and print the figures."""
     timeline = timeline_of(args)
     if args.json:
         write_json(write, timeline.summary().model_dump(mode="json"))
@@ -30,7 +29,7 @@ def _run(args: Namespace, write: Write) -> int:
 
 SIMULATE: Final = Command(
     name="simulate",
-    summary="predict a schedule's timeline, and what it adds up to",
+    summary="predict a schedule's timeline, or read a measured one, and what it adds up to",
     add_arguments=_add_arguments,
     run=_run,
 )

@@ -6,19 +6,18 @@ from argparse import ArgumentParser, Namespace
 from typing import Final
 
 from layernodes.command import Command, Write
-from layernodes.commands.common import add_costs, add_json, add_schedule, timeline_of, write_json
+from layernodes.commands.common import add_json, add_timeline, timeline_of, write_json
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    add_schedule(parser)
-    add_costs(parser)
+    add_timeline(parser)
     parser.add_argument("-o", "--output", default="trace.json", metavar="FILE", help="default: %(default)s")
 
     add_json(parser)
 
 
 def _run(args: Namespace, write: Write) -> int:
-    """Simulate, and write the file."""
+    """Get the timeline, and write the file."""
     timeline = timeline_of(args)
     timeline.to_perfetto(args.output)
     if args.json:

@@ -149,7 +149,7 @@ def _draw_row(axes: Axes, timeline: Timeline, begin: float, span: float, scale: 
                 fontsize=_FONT,
                 color=look.text,
                 linespacing=1.05,
-                bbox={"facecolor": look.face, "edgecolor": "none", "pad": 0.6} if look.hatch else None,
+                bbox={"facecolor": look.face, "edgecolor": "none", "pad": 1.8} if look.hatch else None,
             )
     for (phase, stream), places in bars.items():
         look, lane = _LOOKS[phase], _LANES[stream]

@@ -147,7 +147,7 @@ class Timeline:
 
     @classmethod
     def from_perfetto(cls, path: str | PathLike[str]) -> Self:
-        """Read a trace that ``to_perfetto`` wrote; times are exact to a billionth, and bytes are not in it.
+        """Read a trace that ``to_perfetto`` wrote; times are rounded to 0.1 ns, and bytes are not in it.
 
         Raises:
             ScheduleError: it is no such trace.

@@ -86,6 +86,12 @@ def test_check_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["simulate", "serial", "--costs", "deepsek"], "unknown preset 'deepsek'"),
         (["simulate", "serial", "--costs", "missing.json"], "missing.json"),
         (["plot", "serial", "--costs", "mixtral-8x7b", "-o", "picture.bmp"], "picture.bmp"),
+        (["simulate", "serial"], "say with --costs what its steps cost"),
+        (["explain", "serial"], "say with --costs what its steps cost"),
+        (["explain", "trace.json"], "there is no file trace.json"),
+        (["profile", "--repetitions", "0"], "--repetitions 0, --warmup 2; give at least 1 and 0"),
+        (["profile", "-o", "nowhere/costs.json"], "nowhere/costs.json, and there is no such folder"),
+        (["run", "--trace", "nowhere/t.json"], "--trace is nowhere/t.json, and there is no such folder"),
         (["optimize", "--costs", "mixtral-8x7b", "--memory-limit", "1"], "no schedule found that holds at most 1"),
     ],
 )
@@ -131,6 +137,34 @@ def test_optimize(costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main("optimize", *words, "--pair", "-o", str(tmp_path / "pair.txt")) == 0
     assert main("check", str(tmp_path / "pair.txt"), "--layers", "2", "--wgrad", "--pair") == 0
     assert len(PairSchedule.load(tmp_path / "pair.txt"))
+
+
+def test_explain(costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A schedule with costs, and a trace of it, have the same causes; JSON has every figure."""
+    words = ["combined_1f1b", "--costs", costs, "--layers", "2"]
+    assert main("explain", *words) == 0
+    text = capsys.readouterr().out
+    assert "exposed communication: 6.4 ms of 30.4 ms (21.1 %)" in text
+    assert "the most exposed steps:" in text
+    assert "what would help, simulated:" in text
+    assert "the optimizer's order: 25.6 ms, 15.8 % less" in text
+    assert main("explain", *words, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["exposed"] == pytest.approx(6.4e-3)
+    trace = str(tmp_path / "trace.json")
+    assert main("trace", *words, "-o", trace) == 0
+    assert main("plot", trace, "-o", str(tmp_path / "trace.svg")) == 0
+    capsys.readouterr()
+    assert main("simulate", trace) == 0
+    assert "makespan               30.4 ms" in capsys.readouterr().out
+    assert main("explain", trace, "--json") == 0
+    of_trace = json.loads(capsys.readouterr().out)
+    causes = {one["step"]: (one["cause"], one["waiter"]) for one in found["causes"]}
+    assert {one["step"]: (one["cause"], one["waiter"]) for one in of_trace["causes"]} == causes
+    helps = [{one["change"]: one["makespan"] for one in report["helps"]} for report in (found, of_trace)]
+    best = "the optimizer's order"
+    assert helps[1][best] == pytest.approx(helps[0][best])
+    assert helps[0].keys() - helps[1].keys() == {"weight gradients deferred, in the optimizer's order"}
 
 
 def test_trace_and_plot(costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

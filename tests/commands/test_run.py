@@ -9,8 +9,11 @@ import pytest
 
 from layernodes.cli import main
 from layernodes.plan import schedules
+from layernodes.plan.costs import CostModel
 from layernodes.plan.schedule import Schedule
 from layernodes.plan.shape import ChunkShape
+from layernodes.plan.simulate import simulate
+from layernodes.plan.timeline import Timeline
 
 _SMALL = ("--layers", "2", "--hidden", "16", "--experts", "2", "--microbatches", "2")
 
@@ -37,6 +40,38 @@ def test_run_takes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     Schedule(schedules.serial(shape, 2).steps[:-1]).save(path)
     assert main(["run", "--schedule", str(path), *_SMALL]) == 1
     assert "B1.pre_process is missing" in capsys.readouterr().err
+
+
+def test_run_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The trace reads back as every step of the run, explains itself, and is drawn."""
+    trace, picture = tmp_path / "trace.json", tmp_path / "picture.svg"
+    words = ["--schedule", "combined_1f1b", "--split-combine", "--json", "--trace", str(trace), "--plot", str(picture)]
+    assert main(["run", *_SMALL, *words]) == 0
+    report = json.loads(capsys.readouterr().out)
+    timeline = Timeline.from_perfetto(trace)
+    assert len(timeline) == report["steps"]
+    assert timeline.makespan == pytest.approx(report["makespan"])
+    assert picture.stat().st_size > 1000
+    assert main(["explain", str(trace)]) == 0
+    assert "exposed communication: " in capsys.readouterr().out
+
+
+def test_profile_writes_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of costs with their spread that the other commands take; a table, or with --json the same costs."""
+    path = tmp_path / "costs.json"
+    words = ["--repetitions", "2", "--warmup", "1", "--wgrad", "auto", "--streams", "threads", "-o", str(path)]
+    assert main(["profile", *_SMALL, *words]) == 0
+    text = capsys.readouterr().out
+    costs = CostModel.load(path)
+    assert "medians of 2 runs on 1 rank, streams threads" in text
+    assert costs.measurement is not None
+    assert costs.kinds["moe"]["mlp"].W > 0
+    assert main(["simulate", "serial", "--costs", str(path), "--layers", "2", "--wgrad", "--json"]) == 0
+    simulated = json.loads(capsys.readouterr().out)
+    shape = ChunkShape.of(["moe", "moe"], wgrad=True)
+    assert simulated["makespan"] == pytest.approx(simulate(schedules.serial(shape, 2), costs).makespan)
+    assert main(["profile", *_SMALL, *words, "--json"]) == 0
+    assert CostModel.from_json(capsys.readouterr().out) == CostModel.load(path)
 
 
 def test_unknown_schedule_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:

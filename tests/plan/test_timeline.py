@@ -119,6 +119,24 @@ def test_perfetto(tmp_path: Path) -> None:
     assert max(counters) == timeline.peak_activation_bytes
 
 
+def test_traces_read_back(tmp_path: Path) -> None:
+    """Steps, streams, times and queues survive; what is no trace of ours says what writes one."""
+    costs = CostModel.simple(computation=0.25, communication=0.375, hardware_queues=1)
+    timeline = simulate(schedules.combined_1f1b(SHAPE, 2), costs)
+    path = tmp_path / "trace.json"
+    timeline.to_perfetto(path)
+    back = Timeline.from_perfetto(path)
+    assert [(i.step, i.stream) for i in back.intervals] == [(i.step, i.stream) for i in timeline.intervals]
+    for one, other in zip(back.intervals, timeline.intervals, strict=True):
+        assert (one.start, one.end) == pytest.approx((other.start, other.end), abs=1e-10)
+    assert back.hardware_queues == 1
+    assert [i.step for i in back.critical_path] == [i.step for i in timeline.critical_path]
+    for text in ("{}", "[]", "nonsense", '{"traceEvents": []}', '{"otherData": {"producer": "x"}, "traceEvents": []}'):
+        path.write_text(text)
+        with pytest.raises(ScheduleError, match=r"trace\.json is no trace that layernodes wrote .*to_perfetto"):
+            Timeline.from_perfetto(path)
+
+
 def luminance(color: str) -> float:
     """What is left of a colour in grey (ITU-R BT.709)."""
     red, green, blue = to_rgb(color)
