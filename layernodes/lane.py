@@ -49,7 +49,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors_in(item)
-    elif isinstance(value, HoldsTensors):
+    elif isinstance(value, HoldsTensors) and not isinstance(value, type):
         yield from value.tensors()
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):

@@ -2,27 +2,80 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from layernodes.testing import Check, check_node
 
 _ROOT = Path(__file__).parents[1]
-_EXAMPLES = ("override_hook", "add_handoff", "replace_slot")
+_FOLDER = _ROOT / "docs" / "examples"
+_EXAMPLES = ("override_hook", "add_handoff", "replace_slot", "extra_slot")
+
+
+def _run(*arguments: str) -> list[str]:
+    """The lines that a process of its own prints, as a reader would start it."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("name", _EXAMPLES)
 def test_example(name: str) -> None:
-    """A process of its own, as a reader would start it; the last line is the verdict."""
-    done = subprocess.run(
-        [sys.executable, str(_ROOT / "docs" / "examples" / f"{name}.py")],
-        env={**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("bitwise equal: losses and "), done.stdout
+    """The last line is the verdict."""
+    lines = _run(str(_FOLDER / f"{name}.py"))
+    assert lines[-1].startswith("bitwise equal: losses and "), lines
+    if name == "extra_slot":
+        assert lines[-2] == "4 probes, of two equal microbatches: True"
+        assert "F1.L0.probe" in lines[-3]
+
+
+@pytest.fixture
+def own_moe() -> Iterator[Any]:
+    """The module of ``own_moe.py``, in a process group of this process alone."""
+    spec = importlib.util.spec_from_file_location("own_moe", _FOLDER / "own_moe.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield module
+    dist.destroy_process_group()
+
+
+class TestOwnLayer:
+    """A layer in plain torch, brought by a user."""
+
+    def test_nodes(self, own_moe: Any) -> None:
+        torch.manual_seed(0)
+        batches = [torch.randn(5, own_moe.SIZE) for _ in range(3)]
+        for node in own_moe.NODES.values():
+            report = check_node(
+                node, own_moe.MoeLayer(), batches, nodes=own_moe.NODES, plain=own_moe.MoeLayer.forward, examples=4
+            )
+            assert report.done == tuple(Check)
+
+    def test_two_processes(self) -> None:
+        lines = _run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(_FOLDER / "own_moe.py"))
+        assert lines == ["bitwise equal: 24 tensors, 2 processes"] * 2
+
+    def test_length(self) -> None:
+        """It is short, and knows nothing of Megatron-Core."""
+        text = (_FOLDER / "own_moe.py").read_text()
+        assert len(text.splitlines()) < 150
+        assert "megatron" not in text.replace("Megatron-Core is used", "")

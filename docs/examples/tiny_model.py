@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import layernodes  # first: it keeps quiet what Megatron-Core says about optional packages when imported
+from layernodes import LayerPlan, cpu_host, install  # first: it keeps quiet what Megatron-Core says when imported
 
 # isort: split
 import torch
@@ -25,7 +25,7 @@ TOKENS = torch.arange(16).reshape(2, 8) % 11
 @contextmanager
 def one_process() -> Iterator[None]:
     """A process group of this process alone, with Megatron-Core's groups made; without a GPU, under the CPU host."""
-    with layernodes.cpu_host(), tempfile.TemporaryDirectory() as folder:
+    with cpu_host(), tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
         yield
@@ -70,9 +70,9 @@ def run_plainly(model: Any) -> torch.Tensor:
     return losses
 
 
-def run_through_nodes(model: Any, build: Callable[[Any], layernodes.LayerPlan]) -> torch.Tensor:
+def run_through_nodes(model: Any, build: Callable[[Any], LayerPlan]) -> torch.Tensor:
     """The same through Megatron-Core's own schedule plan, on the nodes of the plans that ``build`` makes."""
-    with layernodes.install(build):
+    with install(build):
         plan = model.build_schedule_plan(TOKENS, torch.arange(8).expand(2, 8), None, labels=TOKENS)
         losses: torch.Tensor = type(plan).run(plan, None)
         type(plan).run(None, plan, b_grad=torch.ones_like(losses))

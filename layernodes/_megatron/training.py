@@ -21,7 +21,8 @@ from layernodes.errors import NodeStateError
 __all__ = ["AbstractSchedulePlan", "GPTModel"]
 
 _MARK: Final = "_layernodes_schedule"
-_WRAPPER: Final = "backward_dw_wrapper"
+WGRAD_WRAPPER: Final = "backward_dw_wrapper"
+"""The attribute of a layer that nodes make anew for each microbatch, as Megatron-Core does."""
 
 
 def configs_of(models: Iterable[Module]) -> list[TransformerConfig]:
@@ -56,15 +57,15 @@ def overlap_flags(models: Iterable[Module], *, delay_wgrad: bool) -> Iterator[No
 def no_wrappers_left(models: Iterable[Module]) -> Iterator[None]:
     """Take the wrappers of weight-gradient calls off layers again, which each microbatch makes anew on them."""
     modules = [module for model in models for module in model.modules()]
-    before = {id(module): module.__dict__.get(_WRAPPER) for module in modules}
+    before = {id(module): module.__dict__.get(WGRAD_WRAPPER) for module in modules}
     try:
         yield
     finally:
         for module in modules:
             if before[id(module)] is not None:
-                module.__dict__[_WRAPPER] = before[id(module)]
+                module.__dict__[WGRAD_WRAPPER] = before[id(module)]
             else:
-                module.__dict__.pop(_WRAPPER, None)
+                module.__dict__.pop(WGRAD_WRAPPER, None)
 
 
 @contextmanager

@@ -221,10 +221,7 @@ def _begin(chunk: GPTChunk | None, batch: Any) -> tuple[Any, Tensor | None]:
                 f"a batch of ChunkPlan.of is a tensor, or (tensor, dict for the chunk state); found "
                 f"{type(batch).__name__}"
             )
-        state: Any = ChunkState()
-        for name, value in {**_NO_MODEL, **attributes}.items():
-            setattr(state, name, value)
-        return state, tensor
+        return state_without_model(attributes), tensor
     if not isinstance(batch, Mapping):
         raise BatchError(f"a batch is a dict of model.forward's keyword arguments; found {type(batch).__name__}")
     chunk.begin_microbatch()
@@ -234,6 +231,14 @@ def _begin(chunk: GPTChunk | None, batch: Any) -> tuple[Any, Tensor | None]:
     if given is None and not chunk.model.pre_process:
         raise BatchError("this chunk has no pre-process: its batch needs hidden_states, the previous part's output")
     return state, given
+
+
+def state_without_model(attributes: Mapping[str, Any]) -> Any:
+    """The chunk state of a microbatch of layers that were joined without a model."""
+    state: Any = ChunkState()
+    for name, value in {**_NO_MODEL, **attributes}.items():
+        setattr(state, name, value)
+    return state
 
 
 _NO_MODEL = dict.fromkeys(

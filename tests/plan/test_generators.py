@@ -13,8 +13,8 @@ from layernodes.plan.shape import ChunkShape, ExtraSlot
 from layernodes.plan.step import Step
 from layernodes.plan.validate import validate
 from layernodes.slots import Slot, StreamType
+from layernodes.testing import chunk_shapes
 from tests.plan.test_step import STEPS
-from tests.support.strategies import chunk_shapes
 
 
 def texts(steps: object) -> list[str]:

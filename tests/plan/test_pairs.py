@@ -17,7 +17,7 @@ from layernodes.plan.shape import ChunkShape
 from layernodes.plan.validate import validate_pair
 from layernodes.plan.wgrad import WgradPlace
 from layernodes.slots import MEGATRON_SLOTS, Phase
-from tests.support.strategies import chunk_shapes
+from layernodes.testing import chunk_shapes
 
 
 @settings(deadline=None)

@@ -12,8 +12,9 @@ from layernodes.plan.rules import NONE, Rules
 from layernodes.plan.schedule import Schedule
 from layernodes.plan.shape import ChunkShape
 from layernodes.slots import Phase, StreamType
+from layernodes.testing import chunk_shapes
 from tests import oracle
-from tests.support.strategies import chunk_shapes, plain, valid_schedules
+from tests.support.strategies import plain, valid_schedules
 
 
 def named(schedule: Schedule, rules: Rules) -> dict[str, list[str]]:

@@ -13,8 +13,9 @@ from layernodes.plan.shape import ChunkShape
 from layernodes.plan.validate import validate
 from layernodes.plan.wgrad import WgradPlace
 from layernodes.slots import Phase
+from layernodes.testing import chunk_shapes
 from tests import oracle
-from tests.support.strategies import chunk_shapes, plain
+from tests.support.strategies import plain
 
 
 def every_built_in(shape: ChunkShape, n: int) -> dict[str, Schedule]:

@@ -20,9 +20,10 @@ from layernodes.plan.shape import ChunkShape, ExtraSlot
 from layernodes.plan.simulate import simulate
 from layernodes.plan.timeline import Timeline
 from layernodes.slots import Phase, Slot, StreamType
+from layernodes.testing import chunk_shapes
 from tests import oracle
 from tests.support.costs import random_costs, worked_costs
-from tests.support.strategies import chunk_shapes, plain, valid_schedules
+from tests.support.strategies import plain, valid_schedules
 
 COMPUTE, COMM = StreamType.COMPUTE, StreamType.COMM
 

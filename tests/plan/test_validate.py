@@ -15,8 +15,9 @@ from layernodes.plan.shape import ChunkShape
 from layernodes.plan.step import Step
 from layernodes.plan.validate import validate, validate_pair
 from layernodes.slots import Phase
+from layernodes.testing import chunk_shapes
 from tests import oracle
-from tests.support.strategies import chunk_shapes, plain, valid_schedules
+from tests.support.strategies import plain, valid_schedules
 
 SHAPE = ChunkShape.of(["moe"], pre_process=False, post_process=False)
 DEFERRED = ChunkShape.of(["moe"], pre_process=False, post_process=False, wgrad=["mlp"])

@@ -13,7 +13,8 @@ from layernodes.plan.shape import ChunkShape
 from layernodes.plan.validate import validate
 from layernodes.plan.wgrad import WgradPlace
 from layernodes.slots import Phase
-from tests.support.strategies import chunk_shapes, valid_schedules
+from layernodes.testing import chunk_shapes
+from tests.support.strategies import valid_schedules
 
 SHAPE = ChunkShape.of(["moe", "moe"], post_process=False, wgrad=["pre_dispatch_computation", "mlp"])
 PRE, MLP = "pre_dispatch_computation", "mlp"

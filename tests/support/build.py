@@ -72,12 +72,17 @@ def make_config(cell: Cell) -> TransformerConfig:
         values |= {"mtp_num_layers": cell.mtp, "mtp_loss_scaling_factor": 0.1}
     if isinstance(values.get("activation_func"), str):
         values["activation_func"] = _ACTIVATIONS[values["activation_func"]]
-    values["params_dtype"] = getattr(torch, values.get("params_dtype", "float32"))
+    values["params_dtype"] = _dtype(values)
     config_class = MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig
     config = config_class(**values)
     for name, value in cell.late_config.items():
         setattr(config, name, value)
     return config
+
+
+def _dtype(config: Mapping[str, Any]) -> torch.dtype:
+    found = config.get("params_dtype", torch.float32)
+    return getattr(torch, found) if isinstance(found, str) else found  # type: ignore[no-any-return]
 
 
 def make_model(cell: Cell) -> GPTModel:
@@ -167,7 +172,7 @@ def _microbatch(cell: Cell, index: int, generator: torch.Generator) -> Microbatc
         inputs["loss_mask"] = (torch.rand(shape, generator=generator) > 0.2).float()
     if cell.packed:
         inputs["packed_seq_params"] = _packed(cell)
-    dtype = getattr(torch, cell.config.get("params_dtype", "float32"))
+    dtype = _dtype(cell.config)
     parts = cell.tp if cell.config.get("sequence_parallel") else 1
     hidden_shape = (seq // parts, cell.batch, cell.config.get("hidden_size", _BASE["hidden_size"]))
     hidden = None

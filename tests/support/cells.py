@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hypothesis import strategies as st
 
+from layernodes.testing import megatron_configs
 from tests.support.configs import CELLS, Cell
 
-_TOP1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
-_AUX_KINDS = ("none", "aux_loss", "seq_aux_loss")
 _FROZEN = ("embedding", "router", r"mlp\.experts", "self_attention", "layernorm", "output_layer", r"layers\.0\.")
 
 
@@ -45,47 +42,12 @@ def cells(draw: st.DrawFn, *, max_microbatches: int = 4, dropout: bool = False) 
     post_process = bool(mtp) or draw(st.integers(0, 4)) > 0
     tied = draw(st.booleans()) if pre_process and post_process else False
     labels = draw(st.integers(0, 4)) > 0
-    config: dict[str, Any] = {}
-    recompute: list[str] = []
-    grouped = False
-    if "M" in layers:
-        config["moe_token_dispatcher_type"] = draw(st.sampled_from(["alltoall", "alltoall", "allgather"]))
-        config |= draw(st.sampled_from([{}, {}, _TOP1, {"moe_router_topk": 2}]))
-        grouped = draw(st.integers(0, 3)) == 0
-        kind = draw(st.sampled_from(_AUX_KINDS))
-        config["moe_router_load_balancing_type"] = kind
-        config["moe_aux_loss_coeff"] = 0.0 if kind == "none" else 1e-2
-        if draw(st.integers(0, 2)) == 0:
-            config["moe_shared_expert_intermediate_size"] = 24
-            config["moe_shared_expert_gate"] = draw(st.booleans())
-        if draw(st.integers(0, 4)) == 0:
-            config["moe_latent_size"] = 16
-        if draw(st.integers(0, 4)) == 0:
-            config["moe_z_loss_coeff"] = 1e-3
-        if grouped and draw(st.booleans()):
-            recompute.append("moe_act")
-        if "moe_shared_expert_intermediate_size" in config and draw(st.integers(0, 3)) == 0:
-            recompute.append("shared_experts")
-    if draw(st.integers(0, 2)) == 0:
-        recompute += draw(st.lists(st.sampled_from(["layernorm", "core_attn"]), unique=True, min_size=1))
-    if recompute:
-        config |= {"recompute_granularity": "selective", "recompute_modules": recompute}
-    if grouped:
-        config["moe_grouped_gemm"] = True
-    if draw(st.integers(0, 4)) == 0:
-        config |= {"bf16": True, "params_dtype": "bfloat16"}
-    if draw(st.integers(0, 3)) == 0:
-        config["normalization"] = "RMSNorm"
-    if draw(st.integers(0, 3)) == 0:
-        config["qk_layernorm"] = True
-    if draw(st.integers(0, 3)) == 0:
-        config |= {"gated_linear_unit": True, "activation_func": "silu"}
+    config = draw(megatron_configs(moe="M" in layers, dropout=dropout))
+    recompute = config.get("recompute_modules", [])
     # A recomputed module of a layer that is used twice delivers its gradients twice a microbatch, in the plain model
     # too: the plain gradient of a microbatch, added as one, is then not what the plain model does with gradients there.
     if mtp == 2 and not {"layernorm", "shared_experts"} & set(recompute) and draw(st.booleans()):
         config["mtp_use_repeated_layer"] = True
-    if dropout:
-        config |= {"hidden_dropout": 0.1, "attention_dropout": 0.1}
     # Megatron-Core's recompute needs inputs that require grad.
     frozen = draw(st.lists(st.sampled_from(_FROZEN), unique=True, max_size=2)) if not recompute else []
     return Cell(

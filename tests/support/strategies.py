@@ -1,4 +1,8 @@
-"""Hypothesis strategies for shapes and schedules."""
+"""Hypothesis strategies for schedules, drawn by the hand-written oracle, and shapes as it knows them.
+
+``layernodes.testing`` has the shapes; its valid schedules follow the library's own rules, so what tests those rules
+draws its schedules here.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +11,8 @@ import random
 from hypothesis import strategies as st
 
 from layernodes.plan.schedule import Schedule
-from layernodes.plan.shape import ChunkShape, ExtraSlot, LayerShape
-from layernodes.slots import Slot, StreamType
+from layernodes.plan.shape import ChunkShape, LayerShape
 from tests import oracle
-
-STREAMS = st.sampled_from(StreamType)
-
-
-@st.composite
-def extra_slots(draw: st.DrawFn) -> list[ExtraSlot]:
-    """No, one or two slots of the user's own."""
-    names = draw(st.lists(st.sampled_from(["gate", "norm_out", "probe"]), unique=True, max_size=2))
-    slots = [slot for slot in Slot if slot is not Slot.POST_COMBINE]
-    return [ExtraSlot(name, after=draw(st.sampled_from(slots)), stream=draw(STREAMS)) for name in names]
-
-
-@st.composite
-def chunk_shapes(draw: st.DrawFn, *, min_layers: int = 0, max_layers: int = 4) -> ChunkShape:
-    """Shapes of dense, MoE and MTP layers, with and without ends, deferral, split combine and extra slots."""
-    kinds = draw(st.lists(st.sampled_from(["moe", "dense"]), min_size=min_layers, max_size=max_layers))
-    num_mtp = draw(st.integers(0, min(2, len(kinds))))
-    own = draw(extra_slots()) if draw(st.booleans()) else []
-    wgrad: bool | list[str] = draw(st.sampled_from([False, True, ["mlp"]]))
-    return ChunkShape.of(
-        kinds[: len(kinds) - num_mtp],
-        mtp=kinds[len(kinds) - num_mtp :],
-        pre_process=draw(st.booleans()),
-        post_process=draw(st.booleans()),
-        wgrad=[*wgrad, *(slot.name for slot in own)] if isinstance(wgrad, list) else wgrad,
-        split_combine=draw(st.booleans()),
-        extra_slots=own,
-    )
 
 
 def plain_layer(layer: LayerShape) -> oracle.Layer:
