@@ -26,7 +26,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model, is_te_min_version
 from torch.nn import Module
 
-from layernodes._megatron.chunk import GPTChunk
+from layernodes._megatron.chunk import ModelChunk
+from layernodes._megatron.chunks import chunk_of
 from layernodes._megatron.layer_kinds import kind_of
 from layernodes.errors import ConfigViolation, UnsupportedLayerError
 
@@ -74,10 +75,10 @@ def recompute_notes(models: Iterable[Module]) -> list[str]:
 
 
 def _violations(models: Sequence[Module], delay_wgrad: bool) -> Iterator[ConfigViolation]:
-    chunks: list[GPTChunk] = []
+    chunks: list[ModelChunk] = []
     for model in models:
         try:
-            chunks.append(GPTChunk(model))
+            chunks.append(chunk_of(model))
         except UnsupportedLayerError as error:
             yield _of(error)
     configs = {id(chunk.model.config): chunk.model.config for chunk in chunks}

@@ -6,18 +6,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, final
 
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from layernodes._megatron.chunk import GPTChunk, exchange_groups
-from layernodes._megatron.layer_kinds import precision_context
+from layernodes._megatron.chunk import ModelChunk, exchange_groups
+from layernodes._megatron.chunks import chunk_of
 from layernodes._megatron.shared_parameters import shared_sites
 from layernodes.errors import PlanError
 from layernodes.nodes import ScheduleNode, WgradHook
 from layernodes.plan.chunk_run import ChunkRun
-from layernodes.plan.layer_plan import LayerPlan, NodeFactory, SlotKey, WgradMode
+from layernodes.plan.grouping import Group, group_sizes
+from layernodes.plan.layer_plan import LayerPlan, WgradMode
+from layernodes.plan.registry import LayerRegistry, NodeFactory, SlotKey
 from layernodes.plan.shape import ChunkShape, LayerShape, SlotShape
 from layernodes.slots import POST_PROCESS, PRE_PROCESS, Slot, StreamType
 from layernodes.wgrad import Site
@@ -71,16 +74,24 @@ class ChunkPlan:
 
     __slots__ = ("_chunk", "exchange_groups", "layers", "places", "shape")
 
-    _chunk: GPTChunk | None
+    _chunk: ModelChunk | None
     exchange_groups: tuple[ProcessGroup, ...]
     shape: ChunkShape
     layers: tuple[LayerPlan, ...]
     places: tuple[ChunkPlace, ...]
 
-    def __init__(self, layers: Sequence[LayerPlan], chunk: GPTChunk | None) -> None:
-        num_decoder = len(layers) if chunk is None else len(chunk.decoder_layers)
+    def __init__(
+        self,
+        layers: Sequence[LayerPlan],
+        chunk: ModelChunk | None,
+        num_decoder: int,
+        kinds: Sequence[str] | None = None,
+    ) -> None:
         shape = ChunkShape(
-            layers=tuple(_layer_shape(plan, is_mtp=i >= num_decoder) for i, plan in enumerate(layers)),
+            layers=tuple(
+                _layer_shape(plan, None if kinds is None else kinds[i], is_mtp=i >= num_decoder)
+                for i, plan in enumerate(layers)
+            ),
             pre_process=chunk is not None,
             post_process=chunk is not None and chunk.has_post_process,
         )
@@ -101,32 +112,53 @@ class ChunkPlan:
         nodes: Mapping[SlotKey, NodeFactory] | None = None,
         split_combine: bool = False,
         wgrad: WgradMode | str = WgradMode.OFF,
+        registry: LayerRegistry | None = None,
+        group: Group = None,
     ) -> ChunkPlan:
-        """Build the plan of any part of a ``GPTModel``: whole, a pipeline or virtual-pipeline part, an empty one.
+        """Build the plan of any part of a ``GPTModel`` or ``HybridModel``: whole, a pipeline or virtual-pipeline part,
+        an empty one.
 
         Args:
             model: the model chunk, possibly wrapped in ``Float16Module`` or DistributedDataParallel.
             nodes: node class or factory by slot, for every layer that has the slot.
             split_combine: put everything after the combine exchange into a slot of its own on the compute stream.
             wgrad: ``"auto"`` defers weight gradients wherever a node can; schedules then need their ``W`` steps.
+            registry: nodes of layer classes of your own, in a ``HybridModel``.
+            group: which neighbouring layers of a ``HybridModel`` are one logical layer of the plan. True, and by
+                default: attention and state-space layers with the MoE or MLP layer that follows. False: none. Text: the
+                chunk's layer pattern with a blank between logical layers, as in ``"M- M*E"``.
 
         Raises:
             UnsupportedLayerError: a model, layer or configuration that is not handled.
-            PlanError: ``nodes`` does not fit; a slot that no layer has.
+            PlanError: ``nodes`` or ``group`` does not fit; a slot that no layer has.
         """
-        chunk = GPTChunk(model)
+        chunk = chunk_of(model)
         built: dict[Module, LayerPlan] = {}
         given = dict(nodes or {})
         used: set[SlotKey] = set()
         for layer in (*chunk.decoder_layers, *chunk.mtp_layers):
             if layer not in built:
-                fitting = {slot: node for slot, node in given.items() if LayerPlan.has_slot(layer, slot, split_combine)}
+                fitting = {
+                    slot: node
+                    for slot, node in given.items()
+                    if LayerPlan.has_slot(layer, slot, split_combine, registry)
+                }
                 used |= fitting.keys()
-                built[layer] = LayerPlan.build(layer, nodes=fitting, split_combine=split_combine, wgrad=wgrad)
+                built[layer] = LayerPlan.build(
+                    layer, nodes=fitting, split_combine=split_combine, wgrad=wgrad, registry=registry
+                )
         unused = [str(slot) for slot in given if slot not in used]
         if unused and built:
             raise PlanError(f"nodes names {', '.join(unused)}, which no layer of this chunk has; leave it out")
-        return ChunkPlan([built[layer] for layer in (*chunk.decoder_layers, *chunk.mtp_layers)], chunk)
+        single = [built[layer] for layer in chunk.decoder_layers]
+        sizes = group_sizes(single, chunk.symbols, group)
+        bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        joined = [LayerPlan.join(single[a:b]) for a, b in pairwise(bounds)]
+        kinds = None
+        if chunk.symbols is not None:
+            decoder = ["".join(chunk.symbols[a:b]) for a, b in pairwise(bounds)]
+            kinds = [*decoder, *chunk.symbols[len(single) :]]
+        return ChunkPlan([*joined, *(built[layer] for layer in chunk.mtp_layers)], chunk, len(joined), kinds)
 
     @staticmethod
     def of(layers: Sequence[LayerPlan], *, wgrad: WgradMode | str | None = None) -> ChunkPlan:
@@ -144,7 +176,8 @@ class ChunkPlan:
                 raise PlanError(
                     f"ChunkPlan.of joins layer plans, found {type(plan).__name__}; use LayerPlan.build(layer)"
                 )
-        return ChunkPlan(layers if wgrad is None else [plan.with_wgrad(wgrad) for plan in layers], None)
+        plans = layers if wgrad is None else [plan.with_wgrad(wgrad) for plan in layers]
+        return ChunkPlan(plans, None, len(plans))
 
     def open(self, batch: Any) -> ChunkRun:
         """Begin one microbatch; a runner takes it from there, in one call or in several.
@@ -158,7 +191,7 @@ class ChunkPlan:
 
     @property
     def model(self) -> Module:
-        """The ``GPTModel`` of a chunk built from one, out of its wrappers.
+        """The ``GPTModel`` or ``HybridModel`` of a chunk built from one, out of its wrappers.
 
         Raises:
             PlanError: the chunk was joined from layer plans.
@@ -181,7 +214,7 @@ class ChunkPlan:
         return f"ChunkPlan({self.shape})"
 
 
-def _layer_shape(plan: LayerPlan, *, is_mtp: bool) -> LayerShape:
+def _layer_shape(plan: LayerPlan, kind: str | None, *, is_mtp: bool) -> LayerShape:
     absent = [slot for slot in Slot if slot not in plan.nodes and slot is not Slot.POST_COMBINE]
     slots: list[SlotShape] = []
     names = [*plan.nodes]
@@ -196,7 +229,7 @@ def _layer_shape(plan: LayerPlan, *, is_mtp: bool) -> LayerShape:
             for key in names
             if not isinstance(key, Slot) and plan.root_of(key) is slot
         ]
-    return LayerShape(kind="moe" if plan.is_moe else "dense", slots=tuple(slots), mtp=is_mtp)
+    return LayerShape(kind=kind or ("moe" if plan.is_moe else "dense"), slots=tuple(slots), mtp=is_mtp)
 
 
 def _slot_shape(name: str, node: ScheduleNode) -> SlotShape:
@@ -204,7 +237,7 @@ def _slot_shape(name: str, node: ScheduleNode) -> SlotShape:
 
 
 def _places(
-    layers: Sequence[LayerPlan], shape: ChunkShape, num_decoder: int, chunk: GPTChunk | None
+    layers: Sequence[LayerPlan], shape: ChunkShape, num_decoder: int, chunk: ModelChunk | None
 ) -> list[ChunkPlace]:
     nodes = [{_name(slot): node for slot, node in plan.nodes.items()} for plan in layers]
     own_sites = dict(
@@ -214,6 +247,8 @@ def _places(
             strict=True,
         )
     )
+    last = num_decoder - 1
+    end = (last, [*nodes[last]][-1]) if num_decoder else None
     places = []
     for number, slot in shape.places():
         if number is None:
@@ -240,12 +275,12 @@ def _places(
                 layer=number,
                 slot=slot.name,
                 stream=slot.stream,
-                node=node,
-                reads=() if node is None else tuple(node.reads),
+                node=node if chunk is None or (number, slot.name) != end else chunk.ends_decoder(node),
+                reads=() if node is None else tuple(node._reads),
                 frees_input=node is not None and node.frees_input(),
                 touches_rng=node is not None and node.touches_rng(),
                 new_hook=node.new_hook if node is not None and slot.wgrad else None,
-                precision=None if chunk is None else precision_context(layers[number].layer),
+                precision=None if chunk is None or node is None else layers[number].precision(node),
                 deferred=frozenset() if node is None else frozenset(map(id, node.wgrad_parameters)),
                 sites=sites,
                 is_first_layer=number == first,

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
-from torch.nn import Module
+from torch.nn import Module, ModuleList
 
 from layernodes._megatron.caller import caller_frees_input, caller_frees_output
-from layernodes._megatron.layer_kinds import LayerKind, kind_of
+from layernodes._megatron.layer_kinds import LayerKind, inner_layers, kind_of, precision_context
 from layernodes._megatron.support import notes_on
 from layernodes._megatron.wgrad import delays_wgrads
 from layernodes.errors import PlanError, UnsupportedLayerError
 from layernodes.nodes import (
+    AttentionNode,
     CombineExchangeNode,
     CombineNode,
     DispatchNode,
     ExpertNode,
+    MixerNode,
+    MLPNode,
     MTPPostNode,
     PostCombineNode,
     PreDispatchNode,
@@ -27,7 +31,9 @@ from layernodes.nodes import (
     WgradHook,
 )
 from layernodes.nodes.base import copied, owned
+from layernodes.nodes.group import group_nodes, is_grouped
 from layernodes.plan.describe import LayerDescription, describe_layer
+from layernodes.plan.registry import LayerRegistry, NodeFactory, SlotKey
 from layernodes.slots import MEGATRON_SLOTS, ExtraSlot, Slot
 from layernodes.state import FusedContext
 
@@ -41,12 +47,6 @@ class WgradMode(StrEnum):
 
 _logger = logging.getLogger(__name__)
 
-SlotKey = Slot | ExtraSlot
-"""What a plan's nodes are filed under."""
-
-NodeFactory = Callable[[Any], ScheduleNode]
-"""A node class, or any callable that takes the layer and returns a node for it."""
-
 
 class ForwardFuncs(NamedTuple):
     """Megatron-Core's five callables of a layer, in slot order; each is called ``f(node, *tensors)``."""
@@ -58,36 +58,48 @@ class ForwardFuncs(NamedTuple):
     mtp_post_process: Callable[..., Any] | None
 
 
+class _Recipe(NamedTuple):
+    """What a plan was built from, beside its layer and ``wgrad``."""
+
+    nodes: Mapping[SlotKey, NodeFactory]
+    split_combine: bool
+    registry: LayerRegistry
+
+
 @final
 class LayerPlan:
-    """The nodes of one layer.
+    """The nodes of one layer, or of several joined as one logical layer.
 
-    Build with ``LayerPlan.build``. Attributes are read-only.
+    Build with ``LayerPlan.build`` and ``LayerPlan.join``. Attributes are read-only.
 
     Attributes:
-        layer: the layer that the nodes run.
+        layer: the layer that the nodes run; of joined layers, a ``ModuleList`` of them.
         nodes: node by slot, in slot order; slots that the layer does not have are absent.
+        parts: the plans of the layers that are joined here, or that are inside an MTP layer over a stack; empty else.
     """
 
-    __slots__ = ("_built_from", "_kind", "layer", "nodes")
+    __slots__ = ("_kind", "_recipe", "layer", "nodes", "parts")
 
     layer: Module
     nodes: Mapping[SlotKey, ScheduleNode]
+    parts: tuple[LayerPlan, ...]
 
-    _built_from: tuple[Mapping[SlotKey, NodeFactory], bool]
     _kind: LayerKind
+    _recipe: _Recipe | None
 
     def __init__(
         self,
         layer: Module,
         nodes: Mapping[SlotKey, ScheduleNode],
         kind: LayerKind,
-        built_from: tuple[Mapping[SlotKey, NodeFactory], bool],
+        recipe: _Recipe | None,
+        parts: Sequence[LayerPlan] = (),
     ) -> None:
         object.__setattr__(self, "layer", layer)
         object.__setattr__(self, "nodes", MappingProxyType(dict(nodes)))
+        object.__setattr__(self, "parts", tuple(parts))
         object.__setattr__(self, "_kind", kind)
-        object.__setattr__(self, "_built_from", built_from)
+        object.__setattr__(self, "_recipe", recipe)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"LayerPlan is immutable; build another plan instead of setting {name!r}")
@@ -99,24 +111,31 @@ class LayerPlan:
         nodes: Mapping[SlotKey, NodeFactory] | None = None,
         split_combine: bool = False,
         wgrad: WgradMode | str = WgradMode.OFF,
+        registry: LayerRegistry | None = None,
     ) -> LayerPlan:
         """Build the plan of a layer.
 
         Args:
-            layer: a Megatron-Core ``TransformerLayer`` (dense or MoE) or ``MultiTokenPredictionLayer``; or any module,
-                and then ``nodes`` names every slot that it uses.
+            layer: a Megatron-Core ``TransformerLayer`` (dense, MoE, attention alone, MLP alone),
+                ``MultiTokenPredictionLayer`` or ``MambaLayer``; or any module, and then ``nodes`` or ``registry`` names
+                every slot that it uses.
             nodes: node class or factory (called with the layer) by slot, in place of the layer's own.
             split_combine: put everything after the combine exchange into a slot of its own, ``Slot.POST_COMBINE``.
             wgrad: ``"auto"`` defers weight gradients wherever a node can, and its slot then has ``W`` steps; ``"off"``:
                 all come with ``B``.
+            registry: nodes of layer classes of your own.
 
         Raises:
             UnsupportedLayerError: a layer or configuration that is not handled; names field and value.
             PlanError: a slot that the layer does not have, a node for another slot, a handoff read that no earlier slot
                 writes, or a layer that is not Megatron-Core's without nodes.
         """
-        given = dict(nodes or {})
-        kind = kind_of(layer, has_nodes=bool(given))
+        recipe = _Recipe(dict(nodes or {}), split_combine, registry or LayerRegistry())
+        registered = recipe.registry.find(layer)
+        given = {**registered, **recipe.nodes}
+        kind = LayerKind.OTHER if registered else kind_of(layer, has_nodes=bool(given))
+        if kind is LayerKind.MTP_STACK:
+            return _build_stack(layer, recipe, WgradMode(wgrad))
         factories: dict[SlotKey, NodeFactory] = {**_factories(kind, split_combine)}
         for slot, factory in given.items():
             if not isinstance(slot, Slot | ExtraSlot):
@@ -144,17 +163,55 @@ class LayerPlan:
         if kind is not LayerKind.OTHER:
             for note in notes_on(layer):
                 _logger.warning("%s: %s", type(layer).__name__, note)
-        return LayerPlan(layer, built, kind, (given, split_combine))
+        return LayerPlan(layer, built, kind, recipe)
+
+    @staticmethod
+    def join(parts: Sequence[LayerPlan]) -> LayerPlan:
+        """Join the plans of neighbouring layers as one logical layer, whose last layer may be a MoE layer.
+
+        All but the last run in ``pre_dispatch_computation``, so that a pair schedule puts the communication of one
+        microbatch beside another's attention. One plan alone is returned as it is.
+
+        Raises:
+            PlanError: no plans, or one before the last has several slots.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        if not parts:
+            raise PlanError("no layer plans to join; give at least one")
+        nodes = group_nodes([(plan.layer, plan.nodes) for plan in parts])
+        for slot, node in nodes.items():
+            if is_grouped(node) and any(n.wgrad_parameters for p in parts for n in p.nodes.values()):
+                node.defer_wgrads()
+        return LayerPlan(ModuleList(plan.layer for plan in parts), nodes, LayerKind.OTHER, None, parts)
 
     def with_wgrad(self, wgrad: WgradMode | str) -> LayerPlan:
         """The plan of the same layer and nodes, built anew with another ``wgrad``."""
-        nodes, split_combine = self._built_from
-        return LayerPlan.build(self.layer, nodes=nodes, split_combine=split_combine, wgrad=wgrad)
+        if self._recipe is None:
+            return LayerPlan.join([plan.with_wgrad(wgrad) for plan in self.parts])
+        return LayerPlan.build(self.layer, **self._recipe._asdict(), wgrad=wgrad)
 
     @staticmethod
-    def has_slot(layer: Module, slot: SlotKey, split_combine: bool = False) -> bool:
+    def has_slot(
+        layer: Module, slot: SlotKey, split_combine: bool = False, registry: LayerRegistry | None = None
+    ) -> bool:
         """Whether a plan of ``layer`` can have a node at ``slot``; an extra slot fits every layer."""
-        return isinstance(slot, ExtraSlot) or slot in _factories(kind_of(layer, has_nodes=False), split_combine)
+        if isinstance(slot, ExtraSlot):
+            return True
+        if registry is not None and registry.find(layer):
+            return slot in registry.find(layer)
+        kind = kind_of(layer, has_nodes=False)
+        if kind is LayerKind.MTP_STACK:
+            return any(LayerPlan.has_slot(inner, slot, split_combine, registry) for inner in inner_layers(layer))
+        return slot in _factories(kind, split_combine)
+
+    def precision(self, node: ScheduleNode) -> Callable[[], AbstractContextManager[Any]] | None:
+        """What makes the low-precision context that the forward of one of the nodes runs under; None where there is
+        none, or where the node enters those of several layers itself."""
+        if is_grouped(node):
+            return None
+        owner = next((plan for plan in self.parts if node in plan.nodes.values()), self)
+        return precision_context(owner.layer)
 
     def root_of(self, extra: ExtraSlot) -> Slot:
         """The layer's own slot that an extra slot follows, directly or behind other extra slots."""
@@ -181,7 +238,7 @@ class LayerPlan:
             own.setdefault(current, []).append(node)
         callables = {slot: nodes[0] if len(nodes) == 1 else _Fused(nodes) for slot, nodes in own.items()}
         required = {
-            slot.value: callables.get(slot) or _not_implemented(slot, self.layer)
+            slot.value: callables.get(slot) or (_passed_on if slot in _COMPUTE else _not_implemented(slot, self.layer))
             for slot in MEGATRON_SLOTS
             if slot is not Slot.MTP_POST_PROCESS
         }
@@ -207,17 +264,40 @@ class LayerPlan:
 
     def describe(self) -> LayerDescription:
         """What each slot does, as a pydantic model that dumps to JSON."""
-        notes = () if self._kind is LayerKind.OTHER else notes_on(self.layer)
-        return describe_layer(self.layer, self.nodes, notes)
+        return describe_layer(self.layer, self.title, self.nodes, self._notes())
+
+    def _notes(self) -> tuple[str, ...]:
+        if self.parts:
+            return tuple(dict.fromkeys(note for plan in self.parts for note in plan._notes()))
+        return () if self._kind is LayerKind.OTHER else notes_on(self.layer)
+
+    @property
+    def title(self) -> str:
+        """The class of the layer, or of each of the layers that are joined."""
+        names = [plan.title for plan in self.parts]
+        if not names:
+            return type(self.layer).__name__
+        joined = " + ".join(names)
+        return joined if self._kind is LayerKind.OTHER else f"{type(self.layer).__name__}({joined})"
 
     def __repr__(self) -> str:
         inside = ", ".join(f"{slot.name.lower()}={type(node).__name__}" for slot, node in self.nodes.items())
-        return f"LayerPlan({type(self.layer).__name__}: {inside})"
+        return f"LayerPlan({self.title}: {inside})"
+
+
+_COMPUTE: Final = (Slot.PRE_DISPATCH_COMPUTATION, Slot.MLP)
+_ONE_SLOT: Final[Mapping[LayerKind, Mapping[SlotKey, NodeFactory]]] = {
+    LayerKind.OTHER: {},
+    LayerKind.ATTENTION: {Slot.PRE_DISPATCH_COMPUTATION: AttentionNode},
+    LayerKind.MLP: {Slot.MLP: MLPNode},
+    LayerKind.MIXER: {Slot.PRE_DISPATCH_COMPUTATION: MixerNode},
+}
+"""The slots of layers that are one slot, and of a user's, which brings its own."""
 
 
 def _factories(kind: LayerKind, split_combine: bool) -> dict[SlotKey, NodeFactory]:
-    if kind is LayerKind.OTHER:
-        return {}
+    if kind in _ONE_SLOT:
+        return dict(_ONE_SLOT[kind])
     factories: dict[SlotKey, NodeFactory] = {Slot.PRE_DISPATCH_COMPUTATION: PreDispatchNode, Slot.MLP: ExpertNode}
     if kind.is_moe:
         factories[Slot.MOE_DISPATCH] = DispatchNode
@@ -227,6 +307,32 @@ def _factories(kind: LayerKind, split_combine: bool) -> dict[SlotKey, NodeFactor
     if kind.is_mtp:
         factories[Slot.MTP_POST_PROCESS] = MTPPostNode
     return factories
+
+
+def _build_stack(layer: Module, recipe: _Recipe, wgrad: WgradMode) -> LayerPlan:
+    """The plan of a multi-token-prediction layer over a stack: one logical layer."""
+    registry, split_combine = recipe.registry, recipe.split_combine
+    parts = []
+    for inner in inner_layers(layer):
+        fitting = {
+            slot: node
+            for slot, node in recipe.nodes.items()
+            if LayerPlan.has_slot(inner, slot, split_combine, registry)
+        }
+        parts.append(
+            LayerPlan.build(inner, nodes=fitting, split_combine=split_combine, wgrad=wgrad, registry=registry)
+        )
+    nodes = group_nodes([(plan.layer, plan.nodes) for plan in parts], stack=layer)
+    _check_handoffs(nodes)
+    for node in nodes.values():
+        if wgrad is WgradMode.AUTO and is_grouped(node):
+            node.defer_wgrads()
+    return LayerPlan(layer, nodes, LayerKind.MTP_STACK, recipe, parts)
+
+
+def _passed_on(_: object, *inputs: Any) -> Any:
+    """What a slot that the layer does not have returns to a caller that runs it all the same."""
+    return inputs[0] if len(inputs) == 1 else inputs
 
 
 def _build_node(factory: NodeFactory, slot: SlotKey, layer: Module) -> ScheduleNode:

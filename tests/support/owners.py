@@ -6,6 +6,7 @@ It shares nothing with the package's own notion of which slot owns which module:
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from tests.support.configs import Cell
@@ -16,6 +17,8 @@ def owner(cell: Cell, model: Any, name: str, *, split_combine: bool = False) -> 
 
     For a parameter that several places use, that is the last of them to go backward: the first to go forward.
     """
+    if cell.pattern:
+        return hybrid_owner(cell, model, name, [1] * len(cell.pattern), split_combine=split_combine)
     last_of_moe = "post_combine" if split_combine else "moe_combine"
     num_decoder = len(cell.layers)
     first_mtp = f"L{num_decoder}.pre_dispatch_computation"
@@ -49,3 +52,42 @@ def _slot(name: str, *, is_moe: bool, last_of_moe: str) -> str:
             return "mlp"
         return last_of_moe if name.startswith("mlp.fc2_latent_proj.") else "pre_dispatch_computation"
     return "mlp" if name.startswith(("mlp.", "pre_mlp_layernorm.")) else "pre_dispatch_computation"
+
+
+def hybrid_owner(cell: Cell, model: Any, name: str, sizes: Sequence[int], *, split_combine: bool = False) -> str:
+    """The same for a ``HybridModel`` whose decoder layers are grouped in ``sizes``."""
+    groups = [number for number, size in enumerate(sizes) for _ in range(size)]
+    last_of_moe = "post_combine" if split_combine else "moe_combine"
+    first_mtp = f"L{len(sizes)}.pre_dispatch_computation"
+    if name.startswith("embedding."):
+        if cell.pre_process:
+            return "pre_process"
+        return first_mtp if cell.mtp else "post_process"
+    if name.startswith("output_layer."):
+        return "post_process"
+    if name.startswith("decoder.final_norm."):
+        last = {"E": last_of_moe, "-": "mlp"}.get(cell.pattern[-1], "pre_dispatch_computation")
+        return f"L{len(sizes) - 1}.{last}" if sizes else "pre_process"
+    found = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+    if found:
+        number = int(found[1])
+        group = groups[number]
+        is_last = number == len(groups) - 1 or groups[number + 1] != group
+        return f"L{group}.{_hybrid_slot(cell.pattern[number], found[2], last_of_moe, is_last=is_last)}"
+    found = re.match(r"mtp\.layers\.(\d+)\.(.*)", name)
+    assert found, name
+    number, rest = len(sizes) + int(found[1]), found[2]
+    inner = re.match(r"mtp_model_layer\.layers\.(\d+)\.(.*)", rest)
+    if inner is None:
+        return f"L{number}.{'mtp_post_process' if rest.startswith('final_layernorm.') else 'pre_dispatch_computation'}"
+    at = int(inner[1])
+    main = cell.mtp_pattern.find("E") if "E" in cell.mtp_pattern else len(cell.mtp_pattern) - 1
+    if at > main:
+        return f"L{number}.mtp_post_process"
+    return f"L{number}.{_hybrid_slot(cell.mtp_pattern[at], inner[2], last_of_moe, is_last=at == main)}"
+
+
+def _hybrid_slot(symbol: str, name: str, last_of_moe: str, *, is_last: bool) -> str:
+    if symbol == "E":
+        return _slot(name, is_moe=True, last_of_moe=last_of_moe)
+    return "mlp" if symbol == "-" and is_last else "pre_dispatch_computation"
