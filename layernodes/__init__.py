@@ -37,10 +37,13 @@ if TYPE_CHECKING:
         install,
     )
     from layernodes.nodes import (
+        AttentionNode,
         CombineExchangeNode,
         CombineNode,
         DispatchNode,
         ExpertNode,
+        MixerNode,
+        MLPNode,
         MTPPostNode,
         PostCombineNode,
         PreDispatchNode,
@@ -52,12 +55,14 @@ if TYPE_CHECKING:
     from layernodes.plan.chunk_run import ChunkRun
     from layernodes.plan.costs import CostModel, SlotCost
     from layernodes.plan.describe import LayerDescription, NodeDescription
+    from layernodes.plan.forward_funcs import ForwardFuncs
     from layernodes.plan.generators import backward_steps, forward_steps, interleave, pair_steps
     from layernodes.plan.layer_hooks import LayerHooks
-    from layernodes.plan.layer_plan import ForwardFuncs, LayerPlan
+    from layernodes.plan.layer_plan import LayerPlan
     from layernodes.plan.optimize import optimize, optimize_pair
     from layernodes.plan.presets import preset
     from layernodes.plan.recording import Record, RecordingStreams, RecordKind
+    from layernodes.plan.registry import LayerRegistry
     from layernodes.plan.rng import RngMode
     from layernodes.plan.runner import Runner, RunResult, StreamKind
     from layernodes.plan.schedule import PairSchedule, Schedule
@@ -99,11 +104,14 @@ _NAMES: Final = {
         "install",
     ),
     "layernodes.nodes": (
+        "AttentionNode",
         "CombineExchangeNode",
         "CombineNode",
         "DispatchNode",
         "ExpertNode",
+        "MLPNode",
         "MTPPostNode",
+        "MixerNode",
         "PostCombineNode",
         "PreDispatchNode",
         "ScheduleNode",
@@ -119,8 +127,10 @@ _NAMES: Final = {
     "layernodes.plan.describe": ("LayerDescription", "NodeDescription"),
     "layernodes.plan.generators": ("backward_steps", "forward_steps", "interleave", "pair_steps"),
     "layernodes.plan.layer_hooks": ("LayerHooks",),
-    "layernodes.plan.layer_plan": ("ForwardFuncs", "LayerPlan"),
+    "layernodes.plan.forward_funcs": ("ForwardFuncs",),
+    "layernodes.plan.layer_plan": ("LayerPlan",),
     "layernodes.plan.recording": ("Record", "RecordingStreams", "RecordKind"),
+    "layernodes.plan.registry": ("LayerRegistry",),
     "layernodes.plan.rng": ("RngMode",),
     "layernodes.plan.runner": ("Runner", "RunResult", "StreamKind"),
     "layernodes.plan.schedule": ("PairSchedule", "Schedule"),
@@ -146,6 +156,7 @@ __all__ = [
     "CostError",
     "MissingExtraError",
     "MEGATRON_SLOTS",
+    "AttentionNode",
     "BatchError",
     "ChunkPlan",
     "ChunkRun",
@@ -165,8 +176,11 @@ __all__ = [
     "LayerHooks",
     "LayerNodesError",
     "LayerPlan",
+    "LayerRegistry",
     "LayerShape",
+    "MLPNode",
     "MTPPostNode",
+    "MixerNode",
     "NodeContext",
     "NodeDefinitionError",
     "NodeDescription",

@@ -28,7 +28,7 @@ def host_norm(config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> tor
             field="layernorm_zero_centered_gamma",
             value=True,
         )
-    norm = kinds[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
+    norm: torch.nn.Module = kinds[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
     for parameter in norm.parameters():
         vars(parameter)["sequence_parallel"] = config.sequence_parallel
     return norm

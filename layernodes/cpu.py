@@ -51,7 +51,7 @@ def cpu_host() -> CpuHost:
 
 @final
 class CpuHost:
-    """Lets megatron-core build and run a ``GPTModel`` or ``HybridModel`` with local layer specs on the CPU while it is entered.
+    """Lets megatron-core build and run a ``GPTModel`` or ``HybridModel`` of local layer specs on the CPU while entered.
 
     Attributes:
         active: True between enter and exit where CUDA is not available; always False where it is.

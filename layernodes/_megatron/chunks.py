@@ -32,8 +32,8 @@ def chunk_of(model: Module) -> ModelChunk:
         inner = getattr(inner, "module", None)
         if not isinstance(inner, Module):
             raise UnsupportedLayerError(
-                f"{type(model).__name__} is no GPTModel and no HybridModel and wraps none; pass a chunk of one of these, "
-                f"or build the plans of your own layers with LayerPlan.build and join them with ChunkPlan.of",
+                f"{type(model).__name__} is no GPTModel and no HybridModel and wraps none; pass a chunk of one of "
+                f"these, or build the plans of your own layers with LayerPlan.build and join them with ChunkPlan.of",
                 field="model",
                 value=type(model),
             )

@@ -116,6 +116,7 @@ def _layer_arguments(ctx: NodeContext, hidden: Tensor) -> dict[str, Any]:
     }
     return arguments
 
+
 @final
 class _TransformerBlockCalls:
     """How ``TransformerBlock`` calls its layers."""

@@ -168,8 +168,6 @@ def _rotary(model: Any, hidden: Tensor | None, packed: Any) -> Any:
     if not is_yarn and model.config.multi_latent_attention:
         return None
     rotary = model.rotary_pos_emb
-    length = rotary.get_rotary_seq_len(
-        None, model.decoder, hidden if model.pre_process else None, model.config, packed
-    )
+    length = rotary.get_rotary_seq_len(None, model.decoder, hidden if model.pre_process else None, model.config, packed)
     embedding = rotary(length, packed_seq=packed is not None and packed.qkv_format == "thd")
     return embedding[0] if is_yarn else embedding  # yarn's comes with a scale, which the model drops

@@ -17,15 +17,15 @@ def check_hybrid_model(model: Any) -> None:
     config = model.config
     if type(model).forward is not HybridModel.forward:
         raise UnsupportedLayerError(
-            f"{type(model).__name__} overrides forward(), which a chunk plan does not call: what it adds would be lost; "
-            f"put it into a layer or another submodule",
+            f"{type(model).__name__} overrides forward(), which a chunk plan does not call: what it adds would be "
+            f"lost; put it into a layer or another submodule",
             field=f"{type(model).__name__}.forward",
             value=type(model).forward,
         )
     if config.cuda_graph_impl not in _GRAPHS:
         raise UnsupportedLayerError(
-            f"cuda_graph_impl={config.cuda_graph_impl!r} captures layers of a HybridModel as the plain stack calls them; "
-            f"use one of {', '.join(map(repr, _GRAPHS))}",
+            f"cuda_graph_impl={config.cuda_graph_impl!r} captures layers of a HybridModel as the plain stack calls "
+            f"them; use one of {', '.join(map(repr, _GRAPHS))}",
             field="cuda_graph_impl",
             value=config.cuda_graph_impl,
         )

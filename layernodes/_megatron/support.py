@@ -44,9 +44,9 @@ def check_layer(layer: Any) -> None:
         name = type(layer).__name__
         raise UnsupportedLayerError(
             f"{name} is no TransformerLayer and no MultiTokenPredictionLayer or MambaLayer; pass one of these, or name "
-            f"a node for every slot that the layer uses: LayerPlan.build(layer, nodes={{Slot.MLP: MyNode, ...}}), or for "
-            f"all layers of the class: registry.register({name}, {{Slot.MLP: MyNode, ...}}) on a LayerRegistry that you "
-            f"give as registry=",
+            f"a node for every slot that the layer uses: LayerPlan.build(layer, nodes={{Slot.MLP: MyNode, ...}}), "
+            f"or for all layers of the class: registry.register({name}, {{Slot.MLP: MyNode, ...}}) on a LayerRegistry "
+            f"that you give as registry=",
             field="layer",
             value=type(layer),
         )

@@ -69,9 +69,7 @@ def held_back_hook(layer: Module) -> ModulesHook | None:
     """The hook of the Transformer Engine modules in ``layer`` that hold their weight gradients back; None for none."""
     if not delays_wgrads(layer):
         return None
-    modules = [
-        part for part in layer.modules() if hasattr(part, "backward_dw") and _is_transformer_engine(type(part))
-    ]
+    modules = [part for part in layer.modules() if hasattr(part, "backward_dw") and _is_transformer_engine(type(part))]
     return ModulesHook(*modules) if modules else None
 
 

@@ -24,7 +24,7 @@ from layernodes._megatron.deferral import deferrable_sites
 from layernodes._megatron.layer_kinds import precision_context
 from layernodes._megatron.mtp import begin_stack, end_stack, enter, join, leave, modules_before_stack
 from layernodes._megatron.wgrad import ModulesHook, own_deferred_parameters
-from layernodes.errors import PlanError
+from layernodes.errors import PlanError, UnsupportedLayerError
 from layernodes.nodes.base import ScheduleNode, WgradHook
 from layernodes.slots import ExtraSlot, Slot, StreamType
 from layernodes.state import FusedContext, HandoffMap, NodeContext
@@ -230,9 +230,17 @@ def group_nodes(
 
     Raises:
         PlanError: more than one of them has several slots, or one stands behind the one that has.
+        UnsupportedLayerError: more than one, in a multi-token-prediction layer.
     """
     large = [i for i, (_, nodes) in enumerate(parts) if not _is_one_slot(nodes)]
     main = large[0] if large else len(parts) - 1
+    if len(large) > 1 and stack is not None:
+        raise UnsupportedLayerError(
+            f"a multi-token-prediction layer with {len(large)} MoE layers in its stack is not handled: one logical "
+            f"layer has one dispatch and one combine; give its pattern one E",
+            field="mtp_layer_pattern",
+            value=getattr(stack, "mtp_layer_pattern", None),
+        )
     if len(large) > 1 or (stack is None and main < len(parts) - 1):
         names = " ".join(type(layer).__name__ for layer, _ in parts)
         wanted = "one layer with several slots" + ("" if stack is not None else ", as its last")

@@ -18,7 +18,8 @@ from layernodes.slots import Phase
 from layernodes.state import handoffs_of
 
 if TYPE_CHECKING:
-    from layernodes.plan.chunk_plan import ChunkPlace, ChunkPlan
+    from layernodes.plan.chunk_places import ChunkPlace
+    from layernodes.plan.chunk_plan import ChunkPlan
 
 
 @final

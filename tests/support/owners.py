@@ -6,7 +6,6 @@ It shares nothing with the package's own notion of which slot owns which module:
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from tests.support.configs import Cell
@@ -17,8 +16,6 @@ def owner(cell: Cell, model: Any, name: str, *, split_combine: bool = False) -> 
 
     For a parameter that several places use, that is the last of them to go backward: the first to go forward.
     """
-    if cell.pattern:
-        return hybrid_owner(cell, model, name, [1] * len(cell.pattern), split_combine=split_combine)
     last_of_moe = "post_combine" if split_combine else "moe_combine"
     num_decoder = len(cell.layers)
     first_mtp = f"L{num_decoder}.pre_dispatch_computation"
@@ -54,11 +51,24 @@ def _slot(name: str, *, is_moe: bool, last_of_moe: str) -> str:
     return "mlp" if name.startswith(("mlp.", "pre_mlp_layernorm.")) else "pre_dispatch_computation"
 
 
-def hybrid_owner(cell: Cell, model: Any, name: str, sizes: Sequence[int], *, split_combine: bool = False) -> str:
-    """The same for a ``HybridModel`` whose decoder layers are grouped in ``sizes``."""
-    groups = [number for number, size in enumerate(sizes) for _ in range(size)]
+def hybrid_groups(cell: Cell, group: bool | str | None) -> list[int]:
+    """For each decoder layer of a ``HybridModel``, the number of its logical layer."""
+    pattern = cell.pattern.split("|")[0]
+    words = list(pattern)
+    if isinstance(group, str):
+        words = group.split()
+    elif group is not False:
+        words = re.findall(r"[^E-]*[E-]|[^E-]+$", pattern)
+    return [number for number, word in enumerate(words) for _ in word]
+
+
+def hybrid_owner(cell: Cell, name: str, group: bool | str | None, *, split_combine: bool = False) -> str:
+    """The same as ``owner`` for a ``HybridModel``."""
+    groups = hybrid_groups(cell, group)
+    num_decoder = groups[-1] + 1 if groups else 0
+    pattern = cell.pattern.split("|")[0]
     last_of_moe = "post_combine" if split_combine else "moe_combine"
-    first_mtp = f"L{len(sizes)}.pre_dispatch_computation"
+    first_mtp = f"L{num_decoder}.pre_dispatch_computation"
     if name.startswith("embedding."):
         if cell.pre_process:
             return "pre_process"
@@ -66,17 +76,19 @@ def hybrid_owner(cell: Cell, model: Any, name: str, sizes: Sequence[int], *, spl
     if name.startswith("output_layer."):
         return "post_process"
     if name.startswith("decoder.final_norm."):
-        last = {"E": last_of_moe, "-": "mlp"}.get(cell.pattern[-1], "pre_dispatch_computation")
-        return f"L{len(sizes) - 1}.{last}" if sizes else "pre_process"
+        if not groups:
+            return "pre_process"
+        last = {"E": last_of_moe, "-": "mlp"}.get(pattern[-1], "pre_dispatch_computation")
+        return f"L{num_decoder - 1}.{last}"
     found = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
     if found:
         number = int(found[1])
-        group = groups[number]
-        is_last = number == len(groups) - 1 or groups[number + 1] != group
-        return f"L{group}.{_hybrid_slot(cell.pattern[number], found[2], last_of_moe, is_last=is_last)}"
+        layer = groups[number]
+        is_last = number == len(groups) - 1 or groups[number + 1] != layer
+        return f"L{layer}.{_hybrid_slot(pattern[number], found[2], last_of_moe, is_last=is_last)}"
     found = re.match(r"mtp\.layers\.(\d+)\.(.*)", name)
     assert found, name
-    number, rest = len(sizes) + int(found[1]), found[2]
+    number, rest = num_decoder + int(found[1]), found[2]
     inner = re.match(r"mtp_model_layer\.layers\.(\d+)\.(.*)", rest)
     if inner is None:
         return f"L{number}.{'mtp_post_process' if rest.startswith('final_layernorm.') else 'pre_dispatch_computation'}"
