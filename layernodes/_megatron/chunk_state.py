@@ -37,11 +37,11 @@ class DecoderCalls(Protocol):
 
     Attributes:
         forks_rng: whether it runs its layers under the model-parallel RNG fork, with sequence parallelism.
-        pads_mtp: whether its model gives its padding mask to the MTP layers too.
+        mtp_left_out: what its model does not give to its MTP block, of the arguments that ``GPTModel`` gives.
     """
 
     forks_rng: bool
-    pads_mtp: bool
+    mtp_left_out: frozenset[str]
 
     def begin(self, chunk: Any, hidden: Tensor) -> Tensor:
         """What the decoder's first layer does before its own work."""

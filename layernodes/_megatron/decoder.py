@@ -122,7 +122,7 @@ class _TransformerBlockCalls:
     """How ``TransformerBlock`` calls its layers."""
 
     forks_rng = True
-    pads_mtp = True
+    mtp_left_out: frozenset[str] = frozenset()
     begin = staticmethod(_begin)
     end = staticmethod(_end)
     layer_arguments = staticmethod(_layer_arguments)

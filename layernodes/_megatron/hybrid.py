@@ -34,7 +34,7 @@ class _HybridStackCalls:
     """How ``HybridStack`` calls its layers; the chunk begins and ends its call."""
 
     forks_rng = False
-    pads_mtp = False
+    mtp_left_out = frozenset({"padding_mask", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset"})
 
     def begin(self, _: Any, hidden: Tensor) -> Tensor:
         return hidden

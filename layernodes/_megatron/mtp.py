@@ -167,6 +167,8 @@ def _begin_block(ctx: NodeContext, hidden: Tensor) -> Tensor:
         "embedding": chunk.model.embedding,
         **(chunk.extra_block_kwargs or {}),
     }
+    left_out = calls_of(chunk).mtp_left_out
+    arguments = {name: value for name, value in arguments.items() if name not in left_out}
     progress = progress_of(chunk)
     progress.mtp_call, arguments = ModuleCall.begin(chunk.model.mtp, (), arguments)
     hidden = arguments["hidden_states"]
@@ -198,4 +200,4 @@ def _shared_arguments(chunk: Any) -> dict[str, Any]:
 
 def _padding_mask(chunk: Any) -> Tensor | None:
     mask: Tensor | None = chunk.padding_mask
-    return mask if calls_of(chunk).pads_mtp else None
+    return None if "padding_mask" in calls_of(chunk).mtp_left_out else mask

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
+from megatron.core.transformer.module import Float16Module
 
 from layernodes import ChunkPlan, schedules
 from tests.support.cells import is_ordered
@@ -15,7 +16,7 @@ from tests.support.configs import Cell
 from tests.support.deferred_runs import DeferredBench, random_deferred_schedule
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
 from tests.support.full import property_settings
-from tests.support.hybrid_cells import FEATURES, TWO_RANKS, hybrid_cells
+from tests.support.hybrid_cells import FEATURES, TWO_RANKS, hybrid_cell, hybrid_cells
 from tests.support.ranks import values_on_ranks
 from tests.support.runs import Bench, check_example, random_schedule
 
@@ -82,8 +83,6 @@ def test_deferral_leaves_little_with_b(name: str) -> None:
 @pytest.mark.parametrize("pattern, explicit", [("M*EM-", "M*E M-"), ("M*EM-", "M * E M -"), ("-E*-", "-E *-")])
 def test_explicit_groups(pattern: str, explicit: str) -> None:
     """A grouping in the words of the pattern."""
-    from tests.support.hybrid_cells import hybrid_cell  # noqa: PLC0415
-
     bench = Bench(hybrid_cell(pattern), group=explicit)
     assert [layer.kind for layer in bench.chunk().shape.layers] == explicit.split()
     assert bench.check(random_schedule(bench, 3)) == []
@@ -97,8 +96,6 @@ def test_two_ranks() -> None:
 
 def test_float16_wrapper() -> None:
     """``Float16Module``: inputs in low precision, losses in fp32, as the wrapped model returns them."""
-    from megatron.core.transformer.module import Float16Module  # noqa: PLC0415
-
     bench = Bench(FEATURES["bf16"])
     wrapped = Float16Module(bench.model.config, bench.model)
     batch = bench.batches()[0]
