@@ -37,10 +37,13 @@ if TYPE_CHECKING:
         install,
     )
     from layernodes.nodes import (
+        AttentionNode,
         CombineExchangeNode,
         CombineNode,
         DispatchNode,
         ExpertNode,
+        MixerNode,
+        MLPNode,
         MTPPostNode,
         PostCombineNode,
         PreDispatchNode,
@@ -53,14 +56,16 @@ if TYPE_CHECKING:
     from layernodes.plan.costs import CostModel, SlotCost
     from layernodes.plan.describe import LayerDescription, NodeDescription
     from layernodes.plan.explanation import Explanation, explain
+    from layernodes.plan.forward_funcs import ForwardFuncs
     from layernodes.plan.generators import backward_steps, forward_steps, interleave, pair_steps
     from layernodes.plan.layer_hooks import LayerHooks
-    from layernodes.plan.layer_plan import ForwardFuncs, LayerPlan
+    from layernodes.plan.layer_plan import LayerPlan
     from layernodes.plan.measurement import Measurement, SlotSpread
     from layernodes.plan.optimize import optimize, optimize_pair
     from layernodes.plan.presets import preset
     from layernodes.plan.profile import profile
     from layernodes.plan.recording import Record, RecordingStreams, RecordKind
+    from layernodes.plan.registry import LayerRegistry
     from layernodes.plan.rng import RngMode
     from layernodes.plan.runner import Runner, RunResult, StreamKind
     from layernodes.plan.schedule import PairSchedule, Schedule
@@ -102,11 +107,14 @@ _NAMES: Final = {
         "install",
     ),
     "layernodes.nodes": (
+        "AttentionNode",
         "CombineExchangeNode",
         "CombineNode",
         "DispatchNode",
         "ExpertNode",
+        "MLPNode",
         "MTPPostNode",
+        "MixerNode",
         "PostCombineNode",
         "PreDispatchNode",
         "ScheduleNode",
@@ -125,8 +133,10 @@ _NAMES: Final = {
     "layernodes.plan.explanation": ("Explanation", "explain"),
     "layernodes.plan.generators": ("backward_steps", "forward_steps", "interleave", "pair_steps"),
     "layernodes.plan.layer_hooks": ("LayerHooks",),
-    "layernodes.plan.layer_plan": ("ForwardFuncs", "LayerPlan"),
+    "layernodes.plan.forward_funcs": ("ForwardFuncs",),
+    "layernodes.plan.layer_plan": ("LayerPlan",),
     "layernodes.plan.recording": ("Record", "RecordingStreams", "RecordKind"),
+    "layernodes.plan.registry": ("LayerRegistry",),
     "layernodes.plan.rng": ("RngMode",),
     "layernodes.plan.runner": ("Runner", "RunResult", "StreamKind"),
     "layernodes.plan.schedule": ("PairSchedule", "Schedule"),
@@ -154,6 +164,7 @@ __all__ = [
     "CostError",
     "MissingExtraError",
     "MEGATRON_SLOTS",
+    "AttentionNode",
     "BatchError",
     "ChunkPlan",
     "ChunkRun",
@@ -174,9 +185,12 @@ __all__ = [
     "LayerHooks",
     "LayerNodesError",
     "LayerPlan",
+    "LayerRegistry",
     "LayerShape",
+    "MLPNode",
     "MTPPostNode",
     "Measurement",
+    "MixerNode",
     "NodeContext",
     "NodeDefinitionError",
     "NodeDescription",

@@ -1,4 +1,5 @@
-"""The CPU host: megatron-core builds and runs ``GPTModel`` (local layer specs, gloo) where there is no GPU.
+"""The CPU host: megatron-core builds and runs ``GPTModel`` and ``HybridModel`` (local layer specs, gloo) where there is
+no GPU.
 
 Contract: between ``__enter__`` and ``__exit__`` every CUDA name that Megatron-Core's training path uses has a
 stand-in with CUDA's meaning on one in-order device, the CPU; afterwards, also after an exception, every attribute is
@@ -25,10 +26,12 @@ import torch
 from torch import Tensor
 
 from layernodes import _cpu_device as device
+from layernodes._cpu_norm import host_norm
 from layernodes.errors import NodeStateError, UnsupportedLayerError
 from layernodes.quiet import quiet_import
 
 with quiet_import():
+    from megatron.core.models.hybrid import hybrid_block
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_layer, moe_utils, shared_experts, token_dispatcher
 
@@ -48,7 +51,7 @@ def cpu_host() -> CpuHost:
 
 @final
 class CpuHost:
-    """Lets megatron-core build and run a ``GPTModel`` with local layer specs on the CPU while it is entered.
+    """Lets megatron-core build and run a ``GPTModel`` or ``HybridModel`` of local layer specs on the CPU while entered.
 
     Attributes:
         active: True between enter and exit where CUDA is not available; always False where it is.
@@ -234,12 +237,14 @@ def _recompute_patches() -> Iterator[Patch]:
 
 
 def _moe_patches() -> Iterator[Patch]:
-    """Token counts as numpy arrays for gloo's splits, and the latent projections without Transformer Engine."""
+    """Token counts as numpy arrays for gloo's splits; latent projections and a hybrid stack's final norm without
+    Transformer Engine."""
     for module in (moe_utils, token_dispatcher):
         yield Patch(target=module, name="maybe_move_tensor_to_cpu", replacement=_maybe_move_tensor_to_cpu)
     if not moe_layer.HAVE_TE:
         yield Patch(target=moe_layer, name="HAVE_TE", replacement=True)
         yield Patch(target=moe_layer, name="TELinear", replacement=HostLinear)
+        yield Patch(target=hybrid_block, name="TENorm", replacement=host_norm)
 
 
 def _optimizer_patches() -> Iterator[Patch]:

@@ -12,7 +12,8 @@ from layernodes._megatron.patches import Builders, Patch, is_patched, schedule_p
 from layernodes._megatron.wgrad import delays_wgrads
 from layernodes.errors import NodeStateError, UnsupportedLayerError
 from layernodes.plan.describe import wgrad_names
-from layernodes.plan.layer_plan import ForwardFuncs, LayerPlan, WgradMode
+from layernodes.plan.forward_funcs import ForwardFuncs
+from layernodes.plan.layer_plan import LayerPlan, WgradMode
 from layernodes.training import schedule
 from layernodes.wgrad import StoreHook
 

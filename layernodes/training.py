@@ -42,9 +42,11 @@ from layernodes.errors import NodeStateError, ScheduleError
 from layernodes.plan import pairs
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import ChunkRun
+from layernodes.plan.grouping import Group
 from layernodes.plan.layer_hooks import LayerHook, LayerHooks
-from layernodes.plan.layer_plan import NodeFactory, SlotKey, WgradMode
+from layernodes.plan.layer_plan import WgradMode
 from layernodes.plan.program import Call
+from layernodes.plan.registry import LayerRegistry, NodeFactory, SlotKey
 from layernodes.plan.runner import Runner, StreamKind
 from layernodes.plan.schedule import PairSchedule
 from layernodes.plan.shape import ChunkShape
@@ -62,6 +64,8 @@ def schedule(
     streams: StreamKind | str = StreamKind.AUTO,
     split_combine: bool = False,
     nodes: dict[SlotKey, NodeFactory] | None = None,
+    registry: LayerRegistry | None = None,
+    group: Group = None,
     layer_hooks: LayerHooks | None = None,
 ) -> TrainingSchedule:
     """Train under a schedule of your choice: a context around Megatron-Core's ``get_forward_backward_func()`` and its
@@ -75,7 +79,7 @@ def schedule(
             weight gradients (``W``) themselves.
         wgrad: ``"auto"`` defers weight gradients; those of the first layer then run after the backward send.
         streams: as for ``Runner``.
-        split_combine, nodes: as for ``ChunkPlan.build``.
+        split_combine, nodes, registry, group: as for ``ChunkPlan.build``.
         layer_hooks: called around each layer's passes, as FSDP-style gather and release need it.
 
     Leave ``overlap_moe_expert_parallel_comm`` and ``delay_wgrad_compute`` off in the configuration: the context sets
@@ -99,8 +103,8 @@ def schedule(
         _rule_of(order, WgradMode(wgrad)),
         WgradMode(wgrad),
         StreamKind(streams),
-        split_combine,
-        nodes,
+        partial(ChunkPlan.build, nodes=nodes, split_combine=split_combine, wgrad=wgrad, registry=registry, group=group),
+        registry or LayerRegistry(),
         layer_hooks,
     )
 
@@ -115,8 +119,8 @@ class TrainingSchedule:
         rule: PairRule,
         wgrad: WgradMode,
         streams: StreamKind,
-        split_combine: bool,
-        nodes: dict[SlotKey, NodeFactory] | None,
+        build: Callable[[Module], ChunkPlan],
+        registry: LayerRegistry,
         layer_hooks: LayerHooks | None,
     ) -> None:
         self._models = models
@@ -124,7 +128,8 @@ class TrainingSchedule:
         self._wgrad = wgrad
         self._kind = streams
         self._layer_hooks = layer_hooks
-        self._build = partial(ChunkPlan.build, nodes=nodes, split_combine=split_combine, wgrad=wgrad)
+        self._build = build
+        self._registry = registry
         self._chunks: dict[Module, ChunkPlan] = {}
         self._schedules: dict[tuple[ChunkPlan | None, ChunkPlan | None], PairSchedule] = {}
         self._runner: Runner | None = None
@@ -134,7 +139,10 @@ class TrainingSchedule:
         if self._runner is not None:
             raise NodeStateError("this schedule() is entered already; make one for each context")
         delays = self._wgrad is WgradMode.AUTO
-        raise_violations(training_violations(self._models, delay_wgrad=delays))
+        known = self._registry.find
+        raise_violations(
+            training_violations(self._models, delay_wgrad=delays, is_known=lambda layer: bool(known(layer)))
+        )
         for note in recompute_notes(self._models):
             warnings.warn(note, stacklevel=2)
         with ExitStack() as stack:
@@ -173,42 +181,11 @@ class TrainingSchedule:
                     validate_pair(chosen, *shapes)
                     self._schedules[forward, backward] = chosen
 
-    def _plan_of(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        attention_mask: Tensor,
-        decoder_input: Tensor | None = None,
-        labels: Tensor | None = None,
-        inference_context: Any = None,
-        packed_seq_params: Any = None,
-        extra_block_kwargs: dict[str, Any] | None = None,
-        runtime_gather_output: bool | None = None,
-        inference_params: Any = None,
-        loss_mask: Tensor | None = None,
-        padding_mask: Tensor | None = None,
-        **others: Any,
-    ) -> ChunkSchedulePlan:
-        """``GPTModel.build_schedule_plan``: the same parameters."""
+    def _plan_of(self, model: Any, **batch: Any) -> ChunkSchedulePlan:
+        """``build_schedule_plan`` of the model, its arguments by name."""
         chunk = self._chunks.get(model)
         if chunk is None:
             raise NodeStateError("this model was not given to schedule(); give it all model chunks of this rank")
-        batch = {
-            "input_ids": input_ids,
-            "position_ids": position_ids,
-            "attention_mask": attention_mask,
-            "decoder_input": decoder_input,
-            "labels": labels,
-            "inference_context": inference_context,
-            "packed_seq_params": packed_seq_params,
-            "extra_block_kwargs": extra_block_kwargs,
-            "runtime_gather_output": runtime_gather_output,
-            "inference_params": inference_params,
-            "loss_mask": loss_mask,
-            "padding_mask": padding_mask,
-            **others,
-        }
         received = received_input(model)
         if received is not None:
             batch["hidden_states"] = received

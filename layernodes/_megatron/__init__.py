@@ -7,4 +7,5 @@ from layernodes.quiet import quiet_import
 with quiet_import():
     import megatron.core.models.common.fine_grained_callables
     import megatron.core.models.gpt
-    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.models.hybrid.hybrid_model  # noqa: F401

@@ -1,4 +1,4 @@
-"""A Megatron-Core ``GPTModel`` chunk: its layers, its ends, and the state of one microbatch.
+"""A Megatron-Core model chunk: its layers, its ends, and the state of one microbatch; and that of a ``GPTModel``.
 
 Mirrors ``GPTModel.forward`` and ``TransformerModelChunkSchedulePlan`` of megatron-core 0.19.
 """
@@ -6,14 +6,15 @@ Mirrors ``GPTModel.forward`` and ``TransformerModelChunkSchedulePlan`` of megatr
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, final
+from typing import Any, ClassVar, Final, final
 
 from megatron.core.enums import Fp8Recipe
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.module import Float16Module, float16_to_fp32
+from megatron.core.transformer.module import float16_to_fp32
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
@@ -24,7 +25,6 @@ from layernodes._megatron.support import check_block_kwargs, check_decoder, chec
 from layernodes.errors import BatchError, UnsupportedLayerError
 from layernodes.wgrad import Site
 
-_ARGUMENTS: Final = tuple(name for name in inspect.signature(GPTModel.forward).parameters if name != "self")
 _IGNORED: Final = ("inference_context", "inference_params")
 
 
@@ -32,19 +32,25 @@ class ChunkState:
     """The state of one chunk and microbatch, with the attributes of Megatron-Core's ``ModelChunkState``."""
 
 
-@final
-class GPTChunk:
-    """One part (pipeline, virtual pipeline, or whole) of a GPT model, without its layers' nodes.
+class ModelChunk(ABC):
+    """One part (pipeline, virtual pipeline, or whole) of a model, without its layers' nodes.
 
     Args:
-        model: a ``GPTModel``, possibly wrapped in ``Float16Module`` or DistributedDataParallel.
+        model: the model chunk, out of its wrappers.
+        is_float16: whether a ``Float16Module`` is among its wrappers. That one converts positional arguments alone, and
+            a batch has none; of its outputs it returns fp32.
 
-    Raises:
-        UnsupportedLayerError: it is, or wraps, something else.
+    Attributes:
+        model: the chunk.
+        decoder_layers, mtp_layers: its layers; a repeated MTP layer stands once for each repetition.
+        has_post_process: whether it has the model's tail.
     """
 
-    def __init__(self, model: Module) -> None:
-        self.model, self._is_float16 = _unwrap(model)
+    model_class: ClassVar[type[Module]]
+
+    def __init__(self, model: Any, *, is_float16: bool) -> None:
+        self.model = model
+        self._is_float16 = is_float16
         check_decoder(self.model.decoder)
         self.decoder_layers: tuple[Module, ...] = tuple(self.model.decoder.layers)
         mtp = getattr(self.model, "mtp", None)
@@ -56,6 +62,16 @@ class GPTChunk:
         self.has_post_process = bool(self.model.post_process)
         self._shared = SharedParameters.of(self.model)
 
+    @classmethod
+    def arguments(cls) -> tuple[str, ...]:
+        """The parameters of the model's ``forward``, in order."""
+        return tuple(name for name in inspect.signature(cls.model_class.forward).parameters if name != "self")
+
+    @property
+    def symbols(self) -> tuple[str, ...] | None:
+        """What the model's own pattern calls each decoder layer, then each MTP layer; None where it has no pattern."""
+        return None
+
     def new_state(self, batch: Mapping[str, Any]) -> Any:
         """The state of a microbatch whose arguments to ``model.forward`` are ``batch``.
 
@@ -66,11 +82,12 @@ class GPTChunk:
         state: Any = ChunkState()
         arguments = dict(batch)
         state.hidden_states = arguments.pop("hidden_states", None)
-        unknown = sorted(arguments.keys() - set(_ARGUMENTS))
+        names = self.arguments()
+        unknown = sorted(arguments.keys() - set(names))
         if unknown:
             raise BatchError(
-                f"batch has {', '.join(unknown)}, which GPTModel.forward does not take; it takes "
-                f"{', '.join(_ARGUMENTS)}, and a chunk without pre-process also hidden_states"
+                f"batch has {', '.join(unknown)}, which {self.model_class.__name__}.forward does not take; it takes "
+                f"{', '.join(names)}, and a chunk without pre-process also hidden_states"
             )
         for name in _IGNORED:
             if arguments.pop(name, None) is not None:
@@ -82,7 +99,7 @@ class GPTChunk:
         check_recomputed_norms(
             self.model, arguments.get("decoder_input") if self.model.pre_process else state.hidden_states
         )
-        for name in _ARGUMENTS:
+        for name in names:
             if name not in _IGNORED:
                 setattr(state, name, arguments.get(name))
         state.model = self.model
@@ -104,14 +121,23 @@ class GPTChunk:
             return context
         return nullcontext()
 
+    @abstractmethod
     def pre_process(self, state: Any, hidden: Tensor | None) -> Tensor:
-        """The chunk's head; ``hidden`` as in ``pre_process``."""
-        return pre_process(self.model, state, hidden)
+        """The chunk's head; ``hidden`` ``[s, b, h]`` from the previous part, or given in place of an embedding."""
 
+    @abstractmethod
+    def _post_process(self, state: Any, hidden: Tensor) -> Tensor:
+        """The chunk's tail: logits or losses."""
+
+    @final
     def post_process(self, state: Any, hidden: Tensor) -> Tensor:
         """The chunk's tail, in fp32 where ``Float16Module`` would have it so."""
-        output = post_process(self.model, state, hidden)
+        output = self._post_process(state, hidden)
         return float16_to_fp32(output) if self._is_float16 else output
+
+    def ends_decoder(self, node: Callable[..., Any]) -> Callable[..., Any]:
+        """What runs in place of the last node of the decoder; by default the node, which ends the decoder itself."""
+        return node
 
     def sites(self, place: str) -> tuple[Site, ...]:
         """Where ``pre_process``, ``post_process`` or the first slot of an MTP layer uses parameters of the model's ends
@@ -126,33 +152,25 @@ class GPTChunk:
         return int(self.model.config.tensor_model_parallel_size) > 1
 
 
+@final
+class GPTChunk(ModelChunk):
+    """One part of a ``GPTModel``."""
+
+    model_class = GPTModel
+
+    def pre_process(self, state: Any, hidden: Tensor | None) -> Tensor:
+        return pre_process(self.model, state, hidden)
+
+    def _post_process(self, state: Any, hidden: Tensor) -> Tensor:
+        return post_process(self.model, state, hidden)
+
+
 def exchange_groups(layers: Iterable[Module]) -> tuple[ProcessGroup, ...]:
-    """The groups over which the Megatron-Core MoE layers among ``layers`` exchange tokens, each once."""
+    """The groups over which the Megatron-Core MoE layers among ``layers``, or in them, exchange tokens, each once."""
     groups: dict[int, ProcessGroup] = {}
     for layer in layers:
-        moe = getattr(getattr(layer, "mtp_model_layer", layer), "mlp", None)
-        group = getattr(getattr(moe, "token_dispatcher", None), "tp_ep_group", None)
-        if isinstance(group, ProcessGroup) and group.size() > 1:
-            groups[id(group)] = group
+        for module in layer.modules():
+            group = getattr(module.__dict__.get("token_dispatcher"), "tp_ep_group", None)
+            if isinstance(group, ProcessGroup) and group.size() > 1:
+                groups[id(group)] = group
     return tuple(groups.values())
-
-
-def _unwrap(model: Module) -> tuple[Any, bool]:
-    """The ``GPTModel``, and whether a ``Float16Module`` is among its wrappers.
-
-    That one converts positional arguments alone, and a batch has none; of its outputs it returns fp32.
-    """
-    is_float16 = False
-    inner: Any = model
-    while not isinstance(inner, GPTModel):
-        is_float16 = is_float16 or isinstance(inner, Float16Module)
-        inner = getattr(inner, "module", None)
-        if not isinstance(inner, Module):
-            raise UnsupportedLayerError(
-                f"{type(model).__name__} is no GPTModel and wraps none; pass a GPTModel chunk, or build the "
-                f"plans of your "
-                f"own layers with LayerPlan.build and join them with ChunkPlan.of",
-                field="model",
-                value=type(model),
-            )
-    return inner, is_float16

@@ -16,32 +16,37 @@ configurations, so these checks are ours. Of Megatron-Core's own:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import find_megatron_fsdp
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model, is_te_min_version
 from torch.nn import Module
 
-from layernodes._megatron.chunk import GPTChunk
-from layernodes._megatron.layer_kinds import kind_of
+from layernodes._megatron.chunk import ModelChunk
+from layernodes._megatron.chunks import chunk_of
+from layernodes._megatron.layer_kinds import inner_layers, kind_of
 from layernodes.errors import ConfigViolation, UnsupportedLayerError
 
 _CHUNKS: Final = "models"
 
 
-def training_violations(models: Sequence[Module], *, delay_wgrad: bool) -> tuple[ConfigViolation, ...]:
+def training_violations(
+    models: Sequence[Module], *, delay_wgrad: bool, is_known: Callable[[Module], bool] = lambda _: False
+) -> tuple[ConfigViolation, ...]:
     """Everything for which the chunks of this rank cannot be trained under a schedule; empty where they can.
 
     Args:
         models: the chunks, wrapped or not, as given to Megatron-Core's loop.
         delay_wgrad: whether weight gradients are to be deferred.
+        is_known: whether the user has nodes for a layer of the user's own class.
     """
     found: dict[tuple[str, str], ConfigViolation] = {}
-    for violation in _violations(models, delay_wgrad):
+    for violation in _violations(models, delay_wgrad, is_known):
         found.setdefault((violation.field, str(violation.value)), violation)
     return tuple(found.values())
 
@@ -73,11 +78,13 @@ def recompute_notes(models: Iterable[Module]) -> list[str]:
     return [*dict.fromkeys(notes)]
 
 
-def _violations(models: Sequence[Module], delay_wgrad: bool) -> Iterator[ConfigViolation]:
-    chunks: list[GPTChunk] = []
+def _violations(
+    models: Sequence[Module], delay_wgrad: bool, is_known: Callable[[Module], bool]
+) -> Iterator[ConfigViolation]:
+    chunks: list[ModelChunk] = []
     for model in models:
         try:
-            chunks.append(GPTChunk(model))
+            chunks.append(chunk_of(model))
         except UnsupportedLayerError as error:
             yield _of(error)
     configs = {id(chunk.model.config): chunk.model.config for chunk in chunks}
@@ -91,19 +98,29 @@ def _violations(models: Sequence[Module], delay_wgrad: bool) -> Iterator[ConfigV
         yield from _of_fsdp(model, len(models))
     for chunk in chunks:
         for name in ("forward", "build_schedule_plan"):
-            found = getattr(type(chunk.model), name)
-            if found is not getattr(GPTModel, name):
+            found = getattr(type(chunk.model), name, None)
+            if found is not getattr(chunk.model_class, name, None):
                 yield ConfigViolation(
                     field=f"{type(chunk.model).__name__}.{name}",
                     value=found,
                     reason="a schedule plan does not call it, and what it adds would be lost; override _preprocess or "
                     "_postprocess instead, or put it into a submodule",
                 )
-        for layer in (*chunk.decoder_layers, *chunk.mtp_layers):
-            try:
-                kind_of(layer, has_nodes=False)
-            except UnsupportedLayerError as error:
-                yield _of(error)
+        for layer in _single_layers(chunk):
+            if not is_known(layer):
+                try:
+                    kind_of(layer, has_nodes=False)
+                except UnsupportedLayerError as error:
+                    yield _of(error)
+
+
+def _single_layers(chunk: ModelChunk) -> Iterator[Any]:
+    """The layers of a chunk, and those in the stacks of MTP layers."""
+    yield from chunk.decoder_layers
+    for layer in chunk.mtp_layers:
+        yield layer
+        if isinstance(getattr(layer, "mtp_model_layer", None), HybridStack):
+            yield from inner_layers(layer)
 
 
 def _of(error: UnsupportedLayerError) -> ConfigViolation:
@@ -204,6 +221,13 @@ def _of_fsdp(model: Module, num_models: int) -> Iterator[ConfigViolation]:
     if fsdp is None:
         return
     ddp_config, config = fsdp.ddp_config, _unwrapped(model).config
+    if isinstance(_unwrapped(model), HybridModel):
+        yield ConfigViolation(
+            field="use_megatron_fsdp",
+            value=True,
+            reason="the layers of a HybridModel are not gathered and released one by one under a schedule; use "
+            "DistributedDataParallel",
+        )
     if num_models > 1:
         yield ConfigViolation(
             field="virtual_pipeline_model_parallel_size",

@@ -1,23 +1,54 @@
 """The decoder's call around its layers, and the arguments with which it calls them.
 
-Mirrors ``TransformerBlock.forward`` of megatron-core 0.19.
+Mirrors ``TransformerBlock.forward`` of megatron-core 0.19; a microbatch of a model with another decoder says so in its
+``ChunkProgress``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, final
 
+from megatron.core import tensor_parallel
 from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from layernodes._megatron.calls import ModuleCall
-from layernodes._megatron.chunk_state import progress_of
+from layernodes._megatron.chunk_state import DecoderCalls, progress_of
 from layernodes.state import NodeContext
 
 
 def begin_decoder(chunk: Any, hidden: Tensor) -> Tensor:
     """Begin the decoder's call, for its hooks; done by its first layer, or by pre-process where it has none."""
+    return calls_of(chunk).begin(chunk, hidden)
+
+
+def end_decoder(chunk: Any, hidden: Tensor) -> Tensor:
+    """Apply the decoder's final norm, where this chunk has it, and end the decoder's call."""
+    return calls_of(chunk).end(chunk, hidden)
+
+
+def layer_arguments(ctx: NodeContext, hidden: Tensor) -> dict[str, Any]:
+    """The keyword arguments with which the plain block calls a layer, or an MTP layer its inner one."""
+    return calls_of(ctx.chunk_state).layer_arguments(ctx, hidden)
+
+
+def layer_rng(ctx: NodeContext, config: Any) -> AbstractContextManager[Any]:
+    """The model-parallel RNG fork under which the plain model runs the layer, where it does: with sequence
+    parallelism."""
+    if config.sequence_parallel and (ctx.is_mtp or calls_of(ctx.chunk_state).forks_rng):
+        fork: AbstractContextManager[Any] = tensor_parallel.get_cuda_rng_tracker().fork()
+        return fork
+    return nullcontext()
+
+
+def calls_of(chunk: Any) -> DecoderCalls:
+    """How the decoder of this microbatch's model calls its layers."""
+    return progress_of(chunk).calls or _TRANSFORMER_BLOCK
+
+
+def _begin(chunk: Any, hidden: Tensor) -> Tensor:
     model = getattr(chunk, "model", None)
     if model is None:
         return hidden
@@ -39,8 +70,7 @@ def begin_decoder(chunk: Any, hidden: Tensor) -> Tensor:
     return arguments["hidden_states"] if call is not None and model.pre_process else hidden
 
 
-def end_decoder(chunk: Any, hidden: Tensor) -> Tensor:
-    """Apply the decoder's final norm, where this chunk has it, and end the decoder's call."""
+def _end(chunk: Any, hidden: Tensor) -> Tensor:
     model = getattr(chunk, "model", None)
     if model is None:
         return hidden
@@ -57,8 +87,7 @@ def end_decoder(chunk: Any, hidden: Tensor) -> Tensor:
     return hidden
 
 
-def layer_arguments(ctx: NodeContext, hidden: Tensor) -> dict[str, Any]:
-    """The keyword arguments with which the plain block calls a layer, or an MTP layer its inner one."""
+def _layer_arguments(ctx: NodeContext, hidden: Tensor) -> dict[str, Any]:
     chunk: Any = ctx.chunk_state
     arguments = {
         "hidden_states": hidden,
@@ -86,3 +115,17 @@ def layer_arguments(ctx: NodeContext, hidden: Tensor) -> dict[str, Any]:
         "sequence_len_offset": chunk.sequence_len_offset,
     }
     return arguments
+
+
+@final
+class _TransformerBlockCalls:
+    """How ``TransformerBlock`` calls its layers."""
+
+    forks_rng = True
+    mtp_left_out: frozenset[str] = frozenset()
+    begin = staticmethod(_begin)
+    end = staticmethod(_end)
+    layer_arguments = staticmethod(_layer_arguments)
+
+
+_TRANSFORMER_BLOCK: Final = _TransformerBlockCalls()

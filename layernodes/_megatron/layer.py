@@ -16,12 +16,11 @@ All of them work on a ``LayerPass``: one microbatch's private view of the layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.pipeline_parallel.utils import StageDispatchBwdGrad
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
@@ -30,7 +29,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from layernodes._megatron.calls import ModuleCall
-from layernodes._megatron.decoder import end_decoder, layer_arguments
+from layernodes._megatron.decoder import end_decoder, layer_arguments, layer_rng
 from layernodes._megatron.overlapped_experts import run_overlapped_shared_experts
 from layernodes._megatron.private import (
     PrivateAllGatherDispatcher,
@@ -105,12 +104,9 @@ class LayerParts:
         """Experts on this rank; None for a dense layer."""
         return None if self.moe is None else int(self.moe.num_local_experts)
 
-    def rng(self) -> AbstractContextManager[Any]:
-        """The model-parallel RNG fork under which ``TransformerBlock`` runs its layers with sequence parallelism."""
-        if self.config.sequence_parallel:
-            fork: AbstractContextManager[Any] = tensor_parallel.get_cuda_rng_tracker().fork()
-            return fork
-        return nullcontext()
+    def rng(self, ctx: NodeContext) -> AbstractContextManager[Any]:
+        """The model-parallel RNG fork under which the plain model runs the layer, where it does."""
+        return layer_rng(ctx, self.config)
 
     def attend(self, ctx: NodeContext, hidden: Tensor) -> tuple[LayerPass, Tensor]:
         """Begin a pass and run it up to the residual after attention, ``[s, b, h]``."""

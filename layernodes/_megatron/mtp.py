@@ -13,10 +13,11 @@ import torch
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer, get_mtp_layer_offset
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
+from torch.nn import Module
 
 from layernodes._megatron.calls import ModuleCall
 from layernodes._megatron.chunk_state import MTPChain, progress_of
-from layernodes._megatron.decoder import end_decoder
+from layernodes._megatron.decoder import calls_of, end_decoder
 from layernodes.state import NodeContext
 
 
@@ -62,7 +63,7 @@ def enter(ctx: NodeContext, layer: MultiTokenPredictionLayer, depths: Tensor) ->
             depth=offset,
             input_ids=chunk.input_ids,
             position_ids=chunk.position_ids,
-            padding_mask=chunk.padding_mask,
+            padding_mask=_padding_mask(chunk),
         )
         first = True
     else:
@@ -93,6 +94,39 @@ def join(layer: MultiTokenPredictionLayer, entry: MTPEntry) -> Tensor:
     """Normalize, concatenate and project hidden states and embeddings; runs under the layer's RNG fork."""
     joined: Tensor = layer._concat_embeddings(entry.hidden, entry.decoder_input)
     return joined
+
+
+def begin_stack(ctx: NodeContext, layer: MultiTokenPredictionLayer, hidden: Tensor) -> Tensor:
+    """Begin the call of the stack inside an MTP layer, for its hooks."""
+    chunk: Any = ctx.chunk_state
+    progress = progress_of(chunk)
+    chain = progress.mtp
+    assert chain is not None
+    arguments = {
+        "hidden_states": hidden,
+        "attention_mask": chunk.attention_mask,
+        "padding_mask": chain.padding_mask,
+        "rotary_pos_emb": chunk.rotary_pos_emb,
+        "inference_context": None,
+        "packed_seq_params": chunk.packed_seq_params,
+    }
+    progress.stack_call, arguments = ModuleCall.begin(layer.mtp_model_layer, (), arguments)
+    hidden = arguments["hidden_states"]
+    return hidden
+
+
+def end_stack(ctx: NodeContext, hidden: Tensor) -> Tensor:
+    """End the call of the stack inside an MTP layer."""
+    progress = progress_of(ctx.chunk_state)
+    call, progress.stack_call = progress.stack_call, None
+    if call is not None:
+        hidden = call.end(hidden)
+    return hidden
+
+
+def modules_before_stack(layer: MultiTokenPredictionLayer) -> tuple[Module, ...]:
+    """The modules of an MTP layer that run before its inner layer."""
+    return tuple(c for name, c in layer.named_children() if name not in ("mtp_model_layer", "final_layernorm"))
 
 
 def leave(
@@ -129,10 +163,12 @@ def _begin_block(ctx: NodeContext, hidden: Tensor) -> Tensor:
         "attention_mask": chunk.attention_mask,
         "inference_params": None,
         **_shared_arguments(chunk),
-        "padding_mask": chunk.padding_mask,
+        "padding_mask": _padding_mask(chunk),
         "embedding": chunk.model.embedding,
         **(chunk.extra_block_kwargs or {}),
     }
+    left_out = calls_of(chunk).mtp_left_out
+    arguments = {name: value for name, value in arguments.items() if name not in left_out}
     progress = progress_of(chunk)
     progress.mtp_call, arguments = ModuleCall.begin(chunk.model.mtp, (), arguments)
     hidden = arguments["hidden_states"]
@@ -160,3 +196,8 @@ def _shared_arguments(chunk: Any) -> dict[str, Any]:
         "packed_seq_params": chunk.packed_seq_params,
         "sequence_len_offset": chunk.sequence_len_offset,
     }
+
+
+def _padding_mask(chunk: Any) -> Tensor | None:
+    mask: Tensor | None = chunk.padding_mask
+    return None if "padding_mask" in calls_of(chunk).mtp_left_out else mask

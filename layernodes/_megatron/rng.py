@@ -32,15 +32,6 @@ class Generators:
             states |= {f"tracker.{name}": _bytes(state) for name, state in tracker.get_states().items()}
         return states
 
-    def restore(self, states: Mapping[str, Tensor]) -> None:
-        """Put each generator into the state that ``states()`` told of."""
-        torch.set_rng_state(states["cpu"])
-        if self._has_device:
-            torch.cuda.set_rng_state(states["device"])
-        tracker = get_cuda_rng_tracker()
-        if tracker.is_initialized():
-            tracker.set_states({name: states[f"tracker.{name}"] for name in tracker.get_states()})
-
     def seed(self, seed_of: Callable[[str], int]) -> None:
         """Put each generator into the state that follows from the seed of its name."""
         torch.set_rng_state(_cpu_state(seed_of("cpu")))

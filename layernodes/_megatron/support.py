@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from megatron.core.enums import Fp8Recipe
+from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -23,20 +25,29 @@ def check_layer(layer: Any) -> None:
     """Raise UnsupportedLayerError, naming field and value, where ``layer`` is not handled."""
     if isinstance(layer, MultiTokenPredictionLayer):
         inner = getattr(layer, "mtp_model_layer", None)
+        if isinstance(inner, HybridStack):
+            _check_override(layer, "forward", MultiTokenPredictionLayer)
+            _check_stack(layer, inner)
+            return
         if not isinstance(inner, TransformerLayer):
             raise UnsupportedLayerError(
                 f"a MultiTokenPredictionLayer over {type(inner).__name__} is not handled; its inner layer "
-                f"(mtp_model_layer) must be a TransformerLayer",
+                f"(mtp_model_layer) must be a TransformerLayer or a HybridStack",
                 field="mtp_model_layer",
                 value=type(inner),
             )
         _check_override(layer, "forward", MultiTokenPredictionLayer)
         layer = inner
+    if isinstance(layer, MambaLayer):
+        _check_fp8_recipe(layer)
+        return
     if not isinstance(layer, TransformerLayer):
+        name = type(layer).__name__
         raise UnsupportedLayerError(
-            f"{type(layer).__name__} is no TransformerLayer and no MultiTokenPredictionLayer; pass one of "
-            f"these, or name "
-            f"a node for every slot that the layer uses: LayerPlan.build(layer, nodes={{Slot.MLP: MyNode, ...}})",
+            f"{name} is no TransformerLayer and no MultiTokenPredictionLayer or MambaLayer; pass one of these, or name "
+            f"a node for every slot that the layer uses: LayerPlan.build(layer, nodes={{Slot.MLP: MyNode, ...}}), "
+            f"or for all layers of the class: registry.register({name}, {{Slot.MLP: MyNode, ...}}) on a LayerRegistry "
+            f"that you give as registry=",
             field="layer",
             value=type(layer),
         )
@@ -48,13 +59,7 @@ def check_layer(layer: Any) -> None:
             field="cross_attention",
             value=type(layer.cross_attention),
         )
-    if layer.config.fp8 and layer.config.fp8_recipe == Fp8Recipe.delayed:
-        raise UnsupportedLayerError(
-            f"fp8_recipe={Fp8Recipe.delayed.value!r} updates its scales once for the whole decoder, which no slot "
-            f"could do in its place; use another recipe, such as 'tensorwise' or 'mxfp8'",
-            field="fp8_recipe",
-            value=layer.config.fp8_recipe,
-        )
+    _check_fp8_recipe(layer)
     if isinstance(layer.mlp, MoELayer):
         _check_moe_layer(layer)
 
@@ -63,9 +68,10 @@ def notes_on(layer: Any) -> tuple[str, ...]:
     """What the split path does otherwise than the plain layer without changing a number."""
     inner = getattr(layer, "mtp_model_layer", layer)
     config = inner.config
+    mlp = getattr(inner, "mlp", None)
     if config.recompute_granularity == "full":
         return ("full recompute is not done: a layer's slots keep what their backward needs",)
-    if isinstance(inner.mlp, MoELayer) and inner.mlp.moe_layer_recompute:
+    if isinstance(mlp, MoELayer) and mlp.moe_layer_recompute:
         return (
             "recompute of 'moe' is not done: it would exchange tokens again; recompute 'moe_act', 'layernorm' instead",
         )
@@ -74,7 +80,7 @@ def notes_on(layer: Any) -> tuple[str, ...]:
 
 def check_decoder(decoder: Any) -> None:
     """Raise UnsupportedLayerError for a decoder block with a ``forward`` of its own, which would not be called."""
-    _check_override(decoder, "forward", TransformerBlock)
+    _check_override(decoder, "forward", HybridStack if isinstance(decoder, HybridStack) else TransformerBlock)
 
 
 def check_block_kwargs(extra_block_kwargs: dict[str, Any] | None) -> None:
@@ -108,12 +114,12 @@ def check_padding_mask(padding_mask: Any, layers: Iterable[Any]) -> None:
 
 
 def check_recomputed_norms(model: Any, given: Any) -> None:
-    """Raise UnsupportedLayerError for a recomputed norm to whose input no gradient flows, in a GPT model's decoder.
+    """Raise UnsupportedLayerError for a recomputed norm to whose input no gradient flows, in a model's decoder.
 
     Megatron-Core's recompute then has nothing to run on: the plain model fails too, in the middle of its backward.
 
     Args:
-        model: the ``GPTModel`` chunk.
+        model: the model chunk.
         given: the hidden states that it is given instead of embedding tokens; None where it is given none.
     """
     if not torch.is_grad_enabled():
@@ -121,6 +127,10 @@ def check_recomputed_norms(model: Any, given: Any) -> None:
     if _trains(model.embedding) if model.pre_process and given is None else given is None or given.requires_grad:
         return
     for layer in model.decoder.layers:
+        if not isinstance(layer, TransformerLayer):
+            if _trains(layer):
+                return
+            continue
         for norm, recomputes, user in (
             ("input_layernorm", layer.recompute_input_layernorm, layer.self_attention),
             ("pre_mlp_layernorm", layer.recompute_pre_mlp_layernorm, layer.mlp),
@@ -139,6 +149,29 @@ def check_recomputed_norms(model: Any, given: Any) -> None:
 
 def _trains(module: Any) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _check_fp8_recipe(layer: Any) -> None:
+    if layer.config.fp8 and layer.config.fp8_recipe == Fp8Recipe.delayed:
+        raise UnsupportedLayerError(
+            f"fp8_recipe={Fp8Recipe.delayed.value!r} updates its scales once for the whole decoder, which no slot "
+            f"could do in its place; use another recipe, such as 'tensorwise' or 'mxfp8'",
+            field="fp8_recipe",
+            value=layer.config.fp8_recipe,
+        )
+
+
+def _check_stack(layer: MultiTokenPredictionLayer, stack: HybridStack) -> None:
+    """The stack inside an MTP layer; its layers are checked when their plans are built."""
+    check_decoder(stack)
+    if layer.config.fp8 or layer.config.fp4:
+        field = "fp8" if layer.config.fp8 else "fp4"
+        raise UnsupportedLayerError(
+            f"{field} inside a multi-token-prediction layer over a HybridStack is not handled: it nests two "
+            f"low-precision contexts there; leave MTP out of the layer pattern, or switch {field} off",
+            field=field,
+            value=getattr(layer.config, field),
+        )
 
 
 def _check_moe_layer(layer: TransformerLayer) -> None:

@@ -4,8 +4,9 @@ so."""
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -16,10 +17,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module
 
+from layernodes._megatron.chunks import CHUNKS
 from layernodes.errors import NodeStateError
 
 __all__ = ["AbstractSchedulePlan", "GPTModel"]
 
+_NAME: Final = "build_schedule_plan"
 _MARK: Final = "_layernodes_schedule"
 WGRAD_WRAPPER: Final = "backward_dw_wrapper"
 """The attribute of a layer that nodes make anew for each microbatch, as Megatron-Core does."""
@@ -70,27 +73,46 @@ def no_wrappers_left(models: Iterable[Module]) -> Iterator[None]:
 
 @contextmanager
 def schedule_plans_built_by(build: Callable[..., Any]) -> Iterator[None]:
-    """Let ``GPTModel.build_schedule_plan`` be ``build``, called with the model and its arguments.
+    """Let ``build_schedule_plan`` of every model class be ``build``, called with the model and its arguments by name.
 
     Raises:
         NodeStateError: it is replaced already.
     """
-    own = GPTModel.__dict__["build_schedule_plan"]
-    if hasattr(own, _MARK):
-        raise NodeStateError(
-            "inside another schedule(): leave that one first, or give all model chunks of this rank to one schedule()"
-        )
-
-    @functools.wraps(own)
-    def build_schedule_plan(self: GPTModel, *args: Any, **kwargs: Any) -> Any:
-        return build(self, *args, **kwargs)
-
-    setattr(build_schedule_plan, _MARK, True)
-    GPTModel.build_schedule_plan = build_schedule_plan
-    try:
+    with ExitStack() as stack:
+        for model_class in CHUNKS:
+            own = vars(model_class).get(_NAME)
+            if hasattr(own, _MARK):
+                raise NodeStateError(
+                    "inside another schedule(): leave that one first, or give all model chunks of this rank to one "
+                    "schedule()"
+                )
+            stack.callback(_restore, model_class, own)
+            setattr(model_class, _NAME, _builder(own or vars(model_class)["forward"], build))
         yield
-    finally:
-        GPTModel.build_schedule_plan = own
+
+
+def _builder(mirrored: Callable[..., Any], build: Callable[..., Any]) -> Callable[..., Any]:
+    """A method with the parameters of ``mirrored``, and any others by name."""
+    signature = inspect.signature(mirrored)
+    others = inspect.Parameter("others", inspect.Parameter.VAR_KEYWORD)
+    signature = signature.replace(parameters=[*signature.parameters.values(), others])
+
+    def build_schedule_plan(self: Any, *args: Any, **kwargs: Any) -> Any:
+        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
+        arguments |= arguments.pop("others", {})
+        return build(arguments.pop("self"), **arguments)
+
+    functools.update_wrapper(build_schedule_plan, mirrored)
+    build_schedule_plan.__name__ = _NAME
+    setattr(build_schedule_plan, _MARK, True)
+    return build_schedule_plan
+
+
+def _restore(model_class: Any, own: Callable[..., Any] | None) -> None:
+    if own is None:
+        delattr(model_class, _NAME)
+    else:
+        setattr(model_class, _NAME, own)
 
 
 def received_input(model: Any) -> Tensor | None:

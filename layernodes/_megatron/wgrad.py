@@ -58,6 +58,21 @@ def pre_dispatch_hook(parts: LayerParts) -> ModulesHook | None:
     return ModulesHook(*modules) if modules else None
 
 
+def attention_hook(parts: LayerParts) -> ModulesHook | None:
+    """The hook of a layer that is attention alone: its own where it has one, else of what holds gradients back in
+    it."""
+    attention = parts.layer.self_attention
+    return ModulesHook(attention) if hasattr(attention, "backward_dw") else held_back_hook(parts.layer)
+
+
+def held_back_hook(layer: Module) -> ModulesHook | None:
+    """The hook of the Transformer Engine modules in ``layer`` that hold their weight gradients back; None for none."""
+    if not delays_wgrads(layer):
+        return None
+    modules = [part for part in layer.modules() if hasattr(part, "backward_dw") and _is_transformer_engine(type(part))]
+    return ModulesHook(*modules) if modules else None
+
+
 def mlp_hook(parts: LayerParts) -> ModulesHook | None:
     """The hook of the routed experts, or of the dense MLP."""
     mlp = parts.layer.mlp if parts.moe is None else parts.moe.experts
@@ -87,10 +102,10 @@ def deferrable_modules(parts: LayerParts, modules: Sequence[Module]) -> tuple[Pa
     return tuple(site.parameter for site in sites)
 
 
-def own_deferred_parameters(parts: LayerParts, modules: Sequence[Module]) -> tuple[Parameter, ...]:
+def own_deferred_parameters(config: Any, modules: Sequence[Module]) -> tuple[Parameter, ...]:
     """The weights of Transformer Engine modules under ``modules`` that hold their own gradients back until
     ``backward_dw``."""
-    if not parts.config.delay_wgrad_compute:
+    if not config.delay_wgrad_compute:
         return ()
     return tuple(
         parameter

@@ -8,13 +8,17 @@ from layernodes.nodes.dispatch import DispatchNode
 from layernodes.nodes.expert import ExpertNode
 from layernodes.nodes.mtp_post import MTPPostNode
 from layernodes.nodes.pre_dispatch import PreDispatchNode
+from layernodes.nodes.whole_layer import AttentionNode, MixerNode, MLPNode
 
 __all__ = [
+    "AttentionNode",
     "CombineExchangeNode",
     "CombineNode",
     "DispatchNode",
     "ExpertNode",
+    "MLPNode",
     "MTPPostNode",
+    "MixerNode",
     "PostCombineNode",
     "PreDispatchNode",
     "ScheduleNode",

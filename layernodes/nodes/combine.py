@@ -132,5 +132,5 @@ def _finish(node: CombineNode | PostCombineNode, ctx: NodeContext, layer_pass: L
     shared_expert_output = node.take(ctx, "shared_expert_output")
     assert isinstance(residual, Tensor)
     assert isinstance(shared_expert_output, Tensor | None)
-    with node._parts.rng():
+    with node._parts.rng(ctx):
         return node._parts.finish(ctx, layer_pass, output, residual, shared_expert_output)

@@ -54,11 +54,11 @@ class ExpertNode(LayerNode):
         layer_pass = self.take(ctx, "pass_to_mlp")
         assert isinstance(layer_pass, LayerPass)
         if self._parts.moe is None:
-            with self._parts.rng():
+            with self._parts.rng(ctx):
                 return self._parts.dense(ctx, layer_pass, tokens)
         probs = self.take(ctx, "dispatched_probs")
         assert isinstance(probs, Tensor)
-        with self._parts.rng():
+        with self._parts.rng(ctx):
             output = self._parts.experts(layer_pass, tokens, probs)
         self.put(ctx, "pass_to_combine", layer_pass)
         return output

@@ -48,7 +48,7 @@ class LayerNode(ScheduleNode):
         hook = self.wgrad_hook()
         if hook is not None and not isinstance(hook, ModulesHook):
             return tuple(hook.parameters())  # a user's
-        return own_deferred_parameters(self._parts, self.modules())
+        return own_deferred_parameters(self._parts.config, self.modules())
 
     def touches_rng(self) -> bool:
         return slot_touches_rng(self._parts, Slot(str(self.slot)))

@@ -68,11 +68,11 @@ class PreDispatchNode(LayerNode):
             self.put(ctx, "mtp_depths", entry.earlier)
             self.put(ctx, "mtp_latest", entry.latest)
             self.put(ctx, "mtp_call", entry.call)
-            with parts.rng():
+            with parts.rng(ctx):
                 return self._run_layer(ctx, join(mtp, entry))
         if ctx.is_first_layer:
             hidden = begin_decoder(ctx.chunk_state, hidden)
-        with parts.rng():
+        with parts.rng(ctx):
             return self._run_layer(ctx, hidden)
 
     def _run_layer(self, ctx: NodeContext, hidden: Tensor) -> Tensor | tuple[Tensor, ...]:

@@ -3,59 +3,25 @@ microbatches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, final
 
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from layernodes._megatron.chunk import GPTChunk, exchange_groups
-from layernodes._megatron.layer_kinds import precision_context
-from layernodes._megatron.shared_parameters import shared_sites
+from layernodes._megatron.chunk import ModelChunk, exchange_groups
+from layernodes._megatron.chunks import chunk_of
 from layernodes.errors import PlanError
-from layernodes.nodes import ScheduleNode, WgradHook
+from layernodes.nodes import ScheduleNode
+from layernodes.plan.chunk_places import ChunkPlace, chunk_places
 from layernodes.plan.chunk_run import ChunkRun
-from layernodes.plan.layer_plan import LayerPlan, NodeFactory, SlotKey, WgradMode
+from layernodes.plan.grouping import Group, group_sizes
+from layernodes.plan.layer_plan import LayerPlan, WgradMode
+from layernodes.plan.registry import LayerRegistry, NodeFactory, SlotKey
 from layernodes.plan.shape import ChunkShape, LayerShape, SlotShape
-from layernodes.slots import POST_PROCESS, PRE_PROCESS, Slot, StreamType
-from layernodes.wgrad import Site
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChunkPlace:
-    """One slot of a chunk, in forward order, with all that running it takes.
-
-    Attributes:
-        layer: number of the layer; None for the chunk's ends.
-        slot: name of the slot.
-        stream: where it runs.
-        node: called ``node(ctx, *inputs)``; None for a pass-through.
-        reads: the handoffs that it takes.
-        frees_input, touches_rng: what the node says of itself.
-        new_hook: makes the weight-gradient hook of a microbatch; None where the slot has no ``W`` step.
-        deferred: ids of the parameters whose gradients come with ``W``.
-        precision: makes the low-precision context that its forward runs under; None: none.
-        sites: where it holds parameters that other nodes of the chunk use too.
-        is_first_layer, is_last_layer, is_mtp: what the node is told of its layer.
-    """
-
-    layer: int | None
-    slot: str
-    stream: StreamType
-    node: Callable[..., Any] | None
-    reads: tuple[str, ...] = ()
-    frees_input: bool = False
-    touches_rng: bool = True
-    new_hook: Callable[[], WgradHook | None] | None = None
-    deferred: frozenset[int] = frozenset()
-    precision: Callable[[], AbstractContextManager[Any]] | None = None
-    sites: tuple[Site, ...] = ()
-    is_first_layer: bool = False
-    is_last_layer: bool = False
-    is_mtp: bool = False
+from layernodes.slots import Slot, StreamType
 
 
 @final
@@ -71,16 +37,24 @@ class ChunkPlan:
 
     __slots__ = ("_chunk", "exchange_groups", "layers", "places", "shape")
 
-    _chunk: GPTChunk | None
+    _chunk: ModelChunk | None
     exchange_groups: tuple[ProcessGroup, ...]
     shape: ChunkShape
     layers: tuple[LayerPlan, ...]
     places: tuple[ChunkPlace, ...]
 
-    def __init__(self, layers: Sequence[LayerPlan], chunk: GPTChunk | None) -> None:
-        num_decoder = len(layers) if chunk is None else len(chunk.decoder_layers)
+    def __init__(
+        self,
+        layers: Sequence[LayerPlan],
+        chunk: ModelChunk | None,
+        num_decoder: int,
+        kinds: Sequence[str] | None = None,
+    ) -> None:
         shape = ChunkShape(
-            layers=tuple(_layer_shape(plan, is_mtp=i >= num_decoder) for i, plan in enumerate(layers)),
+            layers=tuple(
+                _layer_shape(plan, None if kinds is None else kinds[i], is_mtp=i >= num_decoder)
+                for i, plan in enumerate(layers)
+            ),
             pre_process=chunk is not None,
             post_process=chunk is not None and chunk.has_post_process,
         )
@@ -89,7 +63,7 @@ class ChunkPlan:
         set_once("exchange_groups", exchange_groups(plan.layer for plan in layers))
         set_once("layers", tuple(layers))
         set_once("shape", shape)
-        set_once("places", tuple(_places(layers, shape, num_decoder, chunk)))
+        set_once("places", tuple(chunk_places(layers, shape, num_decoder, chunk)))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"ChunkPlan is immutable; build another plan instead of setting {name!r}")
@@ -101,32 +75,53 @@ class ChunkPlan:
         nodes: Mapping[SlotKey, NodeFactory] | None = None,
         split_combine: bool = False,
         wgrad: WgradMode | str = WgradMode.OFF,
+        registry: LayerRegistry | None = None,
+        group: Group = None,
     ) -> ChunkPlan:
-        """Build the plan of any part of a ``GPTModel``: whole, a pipeline or virtual-pipeline part, an empty one.
+        """Build the plan of any part of a ``GPTModel`` or ``HybridModel``: whole, a pipeline or virtual-pipeline part,
+        an empty one.
 
         Args:
             model: the model chunk, possibly wrapped in ``Float16Module`` or DistributedDataParallel.
             nodes: node class or factory by slot, for every layer that has the slot.
             split_combine: put everything after the combine exchange into a slot of its own on the compute stream.
             wgrad: ``"auto"`` defers weight gradients wherever a node can; schedules then need their ``W`` steps.
+            registry: nodes of layer classes of your own, in a ``HybridModel``.
+            group: which neighbouring layers of a ``HybridModel`` are one logical layer of the plan. True, and by
+                default: attention and state-space layers with the MoE or MLP layer that follows. False: none. Text: the
+                chunk's layer pattern with a blank between logical layers, as in ``"M- M*E"``.
 
         Raises:
             UnsupportedLayerError: a model, layer or configuration that is not handled.
-            PlanError: ``nodes`` does not fit; a slot that no layer has.
+            PlanError: ``nodes`` or ``group`` does not fit; a slot that no layer has.
         """
-        chunk = GPTChunk(model)
+        chunk = chunk_of(model)
         built: dict[Module, LayerPlan] = {}
         given = dict(nodes or {})
         used: set[SlotKey] = set()
         for layer in (*chunk.decoder_layers, *chunk.mtp_layers):
             if layer not in built:
-                fitting = {slot: node for slot, node in given.items() if LayerPlan.has_slot(layer, slot, split_combine)}
+                fitting = {
+                    slot: node
+                    for slot, node in given.items()
+                    if LayerPlan.has_slot(layer, slot, split_combine, registry)
+                }
                 used |= fitting.keys()
-                built[layer] = LayerPlan.build(layer, nodes=fitting, split_combine=split_combine, wgrad=wgrad)
+                built[layer] = LayerPlan.build(
+                    layer, nodes=fitting, split_combine=split_combine, wgrad=wgrad, registry=registry
+                )
         unused = [str(slot) for slot in given if slot not in used]
         if unused and built:
             raise PlanError(f"nodes names {', '.join(unused)}, which no layer of this chunk has; leave it out")
-        return ChunkPlan([built[layer] for layer in (*chunk.decoder_layers, *chunk.mtp_layers)], chunk)
+        single = [built[layer] for layer in chunk.decoder_layers]
+        sizes = group_sizes(single, chunk.symbols, group)
+        bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        joined = [LayerPlan.join(single[a:b]) for a, b in pairwise(bounds)]
+        kinds = None
+        if chunk.symbols is not None:
+            decoder = ["".join(chunk.symbols[a:b]) for a, b in pairwise(bounds)]
+            kinds = [*decoder, *chunk.symbols[len(single) :]]
+        return ChunkPlan([*joined, *(built[layer] for layer in chunk.mtp_layers)], chunk, len(joined), kinds)
 
     @staticmethod
     def of(layers: Sequence[LayerPlan], *, wgrad: WgradMode | str | None = None) -> ChunkPlan:
@@ -144,7 +139,8 @@ class ChunkPlan:
                 raise PlanError(
                     f"ChunkPlan.of joins layer plans, found {type(plan).__name__}; use LayerPlan.build(layer)"
                 )
-        return ChunkPlan(layers if wgrad is None else [plan.with_wgrad(wgrad) for plan in layers], None)
+        plans = layers if wgrad is None else [plan.with_wgrad(wgrad) for plan in layers]
+        return ChunkPlan(plans, None, len(plans))
 
     def open(self, batch: Any) -> ChunkRun:
         """Begin one microbatch; a runner takes it from there, in one call or in several.
@@ -158,7 +154,7 @@ class ChunkPlan:
 
     @property
     def model(self) -> Module:
-        """The ``GPTModel`` of a chunk built from one, out of its wrappers.
+        """The ``GPTModel`` or ``HybridModel`` of a chunk built from one, out of its wrappers.
 
         Raises:
             PlanError: the chunk was joined from layer plans.
@@ -186,7 +182,7 @@ class ChunkPlan:
         return f"ChunkPlan({self.shape})"
 
 
-def _layer_shape(plan: LayerPlan, *, is_mtp: bool) -> LayerShape:
+def _layer_shape(plan: LayerPlan, kind: str | None, *, is_mtp: bool) -> LayerShape:
     absent = [slot for slot in Slot if slot not in plan.nodes and slot is not Slot.POST_COMBINE]
     slots: list[SlotShape] = []
     names = [*plan.nodes]
@@ -201,72 +197,8 @@ def _layer_shape(plan: LayerPlan, *, is_mtp: bool) -> LayerShape:
             for key in names
             if not isinstance(key, Slot) and plan.root_of(key) is slot
         ]
-    return LayerShape(kind="moe" if plan.is_moe else "dense", slots=tuple(slots), mtp=is_mtp)
+    return LayerShape(kind=kind or ("moe" if plan.is_moe else "dense"), slots=tuple(slots), mtp=is_mtp)
 
 
 def _slot_shape(name: str, node: ScheduleNode) -> SlotShape:
     return SlotShape(name=name, stream=node.stream, wgrad=bool(node.wgrad_parameters))
-
-
-def _places(
-    layers: Sequence[LayerPlan], shape: ChunkShape, num_decoder: int, chunk: GPTChunk | None
-) -> list[ChunkPlace]:
-    nodes = [{_name(slot): node for slot, node in plan.nodes.items()} for plan in layers]
-    own_sites = dict(
-        zip(
-            [(i, name) for i, of_layer in enumerate(nodes) for name in of_layer],
-            shared_sites([node.modules() for of_layer in nodes for node in of_layer.values()]),
-            strict=True,
-        )
-    )
-    places = []
-    for number, slot in shape.places():
-        if number is None:
-            assert chunk is not None
-            run_end = chunk.pre_process if slot.name == PRE_PROCESS else chunk.post_process
-            places.append(
-                ChunkPlace(
-                    layer=None,
-                    slot=slot.name,
-                    stream=slot.stream,
-                    node=_end_node(run_end, is_head=slot.name == PRE_PROCESS),
-                    sites=chunk.sites(slot.name),
-                )
-            )
-            continue
-        node = nodes[number].get(slot.name)
-        is_mtp = number >= num_decoder
-        first, last = (num_decoder, len(layers) - 1) if is_mtp else (0, num_decoder - 1)
-        sites = own_sites.get((number, slot.name), ())
-        if chunk is not None and is_mtp and slot.name == Slot.PRE_DISPATCH_COMPUTATION:
-            sites += chunk.sites(slot.name)
-        places.append(
-            ChunkPlace(
-                layer=number,
-                slot=slot.name,
-                stream=slot.stream,
-                node=node,
-                reads=() if node is None else tuple(node.reads),
-                frees_input=node is not None and node.frees_input(),
-                touches_rng=node is not None and node.touches_rng(),
-                new_hook=node.new_hook if node is not None and slot.wgrad else None,
-                precision=None if chunk is None else precision_context(layers[number].layer),
-                deferred=frozenset() if node is None else frozenset(map(id, node.wgrad_parameters)),
-                sites=sites,
-                is_first_layer=number == first,
-                is_last_layer=number == last,
-                is_mtp=is_mtp,
-            )
-        )
-    assert POST_PROCESS not in {place.slot for place in places} or chunk is not None
-    return places
-
-
-def _end_node(run_end: Callable[..., Any], *, is_head: bool) -> Callable[..., Any]:
-    if is_head:
-        return lambda ctx, hidden=None: run_end(ctx.chunk_state, hidden)
-    return lambda ctx, hidden: run_end(ctx.chunk_state, hidden)
-
-
-def _name(slot: SlotKey) -> str:
-    return slot.value if isinstance(slot, Slot) else slot.name

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from layernodes._megatron.chunk import ChunkState, GPTChunk
+from layernodes._megatron.chunk import ChunkState, ModelChunk
 from layernodes._megatron.shared_parameters import SharedGradients
 from layernodes.errors import BatchError, NodeStateError
 from layernodes.lane import Lane
@@ -18,7 +18,8 @@ from layernodes.slots import Phase
 from layernodes.state import handoffs_of
 
 if TYPE_CHECKING:
-    from layernodes.plan.chunk_plan import ChunkPlace, ChunkPlan
+    from layernodes.plan.chunk_places import ChunkPlace
+    from layernodes.plan.chunk_plan import ChunkPlan
 
 
 @final
@@ -47,7 +48,7 @@ class ChunkRun:
         "plan",
     )
 
-    def __init__(self, plan: ChunkPlan, chunk: GPTChunk | None, batch: Any) -> None:
+    def __init__(self, plan: ChunkPlan, chunk: ModelChunk | None, batch: Any) -> None:
         self.plan = plan
         self.output: Any = None
         self.input_grad: Tensor | None = None
@@ -212,7 +213,7 @@ class ChunkRun:
         self._shared = SharedGradients()
 
 
-def _begin(chunk: GPTChunk | None, batch: Any) -> tuple[Any, Tensor | None]:
+def _begin(chunk: ModelChunk | None, batch: Any) -> tuple[Any, Tensor | None]:
     """The chunk state of a batch, and the tensor that its first place works on, as a leaf of our own."""
     if chunk is None:
         tensor, attributes = batch if isinstance(batch, tuple) else (batch, {})

@@ -40,8 +40,8 @@ class NodeDescription(BaseModel):
 
 
 class LayerDescription(BaseModel):
-    """A layer plan: the layer's class, its nodes in slot order, and what is done otherwise than in the plain layer
-    without changing a number."""
+    """A layer plan: the layer's class (joined layers with ``+`` between), its nodes in slot order, and what is done
+    otherwise than in the plain layer without changing a number."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -62,15 +62,15 @@ class LayerDescription(BaseModel):
 
 
 def describe_layer(
-    layer: Module, nodes: Mapping[Slot | ExtraSlot, ScheduleNode], notes: tuple[str, ...]
+    layer: Module, title: str, nodes: Mapping[Slot | ExtraSlot, ScheduleNode], notes: tuple[str, ...]
 ) -> LayerDescription:
-    """Describe the nodes of one layer."""
+    """Describe the nodes of one layer, called ``title``."""
     names = {id(parameter): name for name, parameter in layer.named_parameters()}
     deferred = _owners({slot: node.wgrad_parameters for slot, node in nodes.items()})
     used = _owners({slot: _trainable(node) for slot, node in nodes.items()})
     owners = {**used, **deferred}
     return LayerDescription(
-        layer=type(layer).__name__,
+        layer=title,
         nodes=tuple(
             _describe_node(
                 node,
@@ -80,6 +80,7 @@ def describe_layer(
             )
             for slot, node in nodes.items()
         ),
+        notes=notes,
     )
 
 

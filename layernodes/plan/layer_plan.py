@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
-from torch.nn import Module
+from torch.nn import Module, ModuleList
 
-from layernodes._megatron.caller import caller_frees_input, caller_frees_output
-from layernodes._megatron.layer_kinds import LayerKind, kind_of
+from layernodes._megatron.layer_kinds import LayerKind, inner_layers, kind_of, precision_context
 from layernodes._megatron.support import notes_on
 from layernodes._megatron.wgrad import delays_wgrads
 from layernodes.errors import PlanError, UnsupportedLayerError
 from layernodes.nodes import (
-    CombineExchangeNode,
-    CombineNode,
-    DispatchNode,
-    ExpertNode,
-    MTPPostNode,
-    PostCombineNode,
-    PreDispatchNode,
     ScheduleNode,
     WgradHook,
 )
-from layernodes.nodes.base import copied, owned
+from layernodes.nodes.group import group_nodes, is_grouped
 from layernodes.plan.describe import LayerDescription, describe_layer
-from layernodes.slots import MEGATRON_SLOTS, ExtraSlot, Slot
-from layernodes.state import FusedContext
+from layernodes.plan.forward_funcs import ForwardFuncs, forward_funcs
+from layernodes.plan.registry import LayerRegistry, NodeFactory, SlotKey
+from layernodes.plan.slot_nodes import (
+    build_node,
+    check_handoffs,
+    factories_of,
+    in_order,
+    name_of,
+    names_of,
+    root_of,
+    spelling,
+)
+from layernodes.slots import ExtraSlot, Slot
 
 
 class WgradMode(StrEnum):
@@ -41,53 +45,49 @@ class WgradMode(StrEnum):
 
 _logger = logging.getLogger(__name__)
 
-SlotKey = Slot | ExtraSlot
-"""What a plan's nodes are filed under."""
 
-NodeFactory = Callable[[Any], ScheduleNode]
-"""A node class, or any callable that takes the layer and returns a node for it."""
+class _Recipe(NamedTuple):
+    """What a plan was built from, beside its layer and ``wgrad``."""
 
-
-class ForwardFuncs(NamedTuple):
-    """Megatron-Core's five callables of a layer, in slot order; each is called ``f(node, *tensors)``."""
-
-    pre_dispatch_computation: Callable[..., Any]
-    moe_dispatch: Callable[..., Any]
-    mlp: Callable[..., Any]
-    moe_combine: Callable[..., Any]
-    mtp_post_process: Callable[..., Any] | None
+    nodes: Mapping[SlotKey, NodeFactory]
+    split_combine: bool
+    registry: LayerRegistry
 
 
 @final
 class LayerPlan:
-    """The nodes of one layer.
+    """The nodes of one layer, or of several joined as one logical layer.
 
-    Build with ``LayerPlan.build``. Attributes are read-only.
+    Build with ``LayerPlan.build`` and ``LayerPlan.join``. Attributes are read-only.
 
     Attributes:
-        layer: the layer that the nodes run.
+        layer: the layer that the nodes run; of joined layers, a ``ModuleList`` of them.
         nodes: node by slot, in slot order; slots that the layer does not have are absent.
+        parts: the plans of the layers that are joined here, or that are inside an MTP layer over a stack; empty else.
     """
 
-    __slots__ = ("_built_from", "_kind", "layer", "nodes")
+    __slots__ = ("_kind", "_recipe", "layer", "nodes", "parts")
 
     layer: Module
     nodes: Mapping[SlotKey, ScheduleNode]
+    parts: tuple[LayerPlan, ...]
 
-    _built_from: tuple[Mapping[SlotKey, NodeFactory], bool]
     _kind: LayerKind
+    _recipe: _Recipe | None
 
     def __init__(
         self,
         layer: Module,
         nodes: Mapping[SlotKey, ScheduleNode],
         kind: LayerKind,
-        built_from: tuple[Mapping[SlotKey, NodeFactory], bool],
+        recipe: _Recipe | None,
+        parts: Sequence[LayerPlan] = (),
     ) -> None:
         object.__setattr__(self, "layer", layer)
         object.__setattr__(self, "nodes", MappingProxyType(dict(nodes)))
+        object.__setattr__(self, "parts", tuple(parts))
         object.__setattr__(self, "_kind", kind)
-        object.__setattr__(self, "_built_from", built_from)
+        object.__setattr__(self, "_recipe", recipe)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"LayerPlan is immutable; build another plan instead of setting {name!r}")
@@ -99,66 +99,112 @@ class LayerPlan:
         nodes: Mapping[SlotKey, NodeFactory] | None = None,
         split_combine: bool = False,
         wgrad: WgradMode | str = WgradMode.OFF,
+        registry: LayerRegistry | None = None,
     ) -> LayerPlan:
         """Build the plan of a layer.
 
         Args:
-            layer: a Megatron-Core ``TransformerLayer`` (dense or MoE) or ``MultiTokenPredictionLayer``; or any module,
-                and then ``nodes`` names every slot that it uses.
+            layer: a Megatron-Core ``TransformerLayer`` (dense, MoE, attention alone, MLP alone),
+                ``MultiTokenPredictionLayer`` or ``MambaLayer``; or any module, and then ``nodes`` or ``registry`` names
+                every slot that it uses.
             nodes: node class or factory (called with the layer) by slot, in place of the layer's own.
             split_combine: put everything after the combine exchange into a slot of its own, ``Slot.POST_COMBINE``.
             wgrad: ``"auto"`` defers weight gradients wherever a node can, and its slot then has ``W`` steps; ``"off"``:
                 all come with ``B``.
+            registry: nodes of layer classes of your own.
 
         Raises:
             UnsupportedLayerError: a layer or configuration that is not handled; names field and value.
             PlanError: a slot that the layer does not have, a node for another slot, a handoff read that no earlier slot
                 writes, or a layer that is not Megatron-Core's without nodes.
         """
-        given = dict(nodes or {})
-        kind = kind_of(layer, has_nodes=bool(given))
-        factories: dict[SlotKey, NodeFactory] = {**_factories(kind, split_combine)}
+        recipe = _Recipe(dict(nodes or {}), split_combine, registry or LayerRegistry())
+        registered = recipe.registry.find(layer)
+        given = {**registered, **recipe.nodes}
+        kind = LayerKind.OTHER if registered else kind_of(layer, has_nodes=bool(given))
+        if kind is LayerKind.MTP_STACK:
+            return _build_stack(layer, recipe, WgradMode(wgrad))
+        factories: dict[SlotKey, NodeFactory] = {**factories_of(kind, split_combine)}
         for slot, factory in given.items():
             if not isinstance(slot, Slot | ExtraSlot):
-                raise PlanError(f"nodes has the key {slot!r}; use a Slot, one of {_names(Slot)}, or an ExtraSlot")
+                raise PlanError(f"nodes has the key {slot!r}; use a Slot, one of {names_of(Slot)}, or an ExtraSlot")
             if kind is not LayerKind.OTHER and isinstance(slot, Slot) and slot not in factories:
                 raise PlanError(
                     f"{type(layer).__name__} ({kind.value}) has no slot {slot.value!r} to put "
-                    f"{_spelling(factory)} into; "
-                    f"its slots are {_names(factories)}"
+                    f"{spelling(factory)} into; "
+                    f"its slots are {names_of(factories)}"
                 )
             factories[slot] = factory
-        built = {slot: _build_node(factories[slot], slot, layer) for slot in _in_order(factories)}
-        _check_handoffs(built)
+        built = {slot: build_node(factories[slot], slot, layer) for slot in in_order(factories)}
+        check_handoffs(built)
         mode = WgradMode(wgrad)
         for slot, node in built.items():
             if mode is WgradMode.AUTO:
                 node.defer_wgrads()
             elif kind is not LayerKind.OTHER and delays_wgrads(layer) and node.own_deferred_parameters():
                 raise UnsupportedLayerError(
-                    f"{_name(slot)} has modules that hold their weight gradients back (delay_wgrad_compute is on), and "
-                    f"wgrad='off' would never compute them; build with wgrad='auto', or switch delay_wgrad_compute off",
+                    f"{name_of(slot)} has modules that hold their weight gradients back (delay_wgrad_compute is on), "
+                    f"and wgrad='off' would never compute them; build with wgrad='auto', or switch delay_wgrad_compute "
+                    f"off",
                     field="delay_wgrad_compute",
                     value=True,
                 )
         if kind is not LayerKind.OTHER:
             for note in notes_on(layer):
                 _logger.warning("%s: %s", type(layer).__name__, note)
-        return LayerPlan(layer, built, kind, (given, split_combine))
+        return LayerPlan(layer, built, kind, recipe)
+
+    @staticmethod
+    def join(parts: Sequence[LayerPlan]) -> LayerPlan:
+        """Join the plans of neighbouring layers as one logical layer, whose last layer may be a MoE layer.
+
+        All but the last run in ``pre_dispatch_computation``, so that a pair schedule puts the communication of one
+        microbatch beside another's attention. One plan alone is returned as it is.
+
+        Raises:
+            PlanError: no plans, or one before the last has several slots.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        if not parts:
+            raise PlanError("no layer plans to join; give at least one")
+        nodes = group_nodes([(plan.layer, plan.nodes) for plan in parts])
+        for _slot, node in nodes.items():
+            if is_grouped(node) and any(n.wgrad_parameters for p in parts for n in p.nodes.values()):
+                node.defer_wgrads()
+        return LayerPlan(ModuleList(plan.layer for plan in parts), nodes, LayerKind.OTHER, None, parts)
 
     def with_wgrad(self, wgrad: WgradMode | str) -> LayerPlan:
         """The plan of the same layer and nodes, built anew with another ``wgrad``."""
-        nodes, split_combine = self._built_from
-        return LayerPlan.build(self.layer, nodes=nodes, split_combine=split_combine, wgrad=wgrad)
+        if self._recipe is None:
+            return LayerPlan.join([plan.with_wgrad(wgrad) for plan in self.parts])
+        return LayerPlan.build(self.layer, **self._recipe._asdict(), wgrad=wgrad)
 
     @staticmethod
-    def has_slot(layer: Module, slot: SlotKey, split_combine: bool = False) -> bool:
+    def has_slot(
+        layer: Module, slot: SlotKey, split_combine: bool = False, registry: LayerRegistry | None = None
+    ) -> bool:
         """Whether a plan of ``layer`` can have a node at ``slot``; an extra slot fits every layer."""
-        return isinstance(slot, ExtraSlot) or slot in _factories(kind_of(layer, has_nodes=False), split_combine)
+        if isinstance(slot, ExtraSlot):
+            return True
+        if registry is not None and registry.find(layer):
+            return slot in registry.find(layer)
+        kind = kind_of(layer, has_nodes=False)
+        if kind is LayerKind.MTP_STACK:
+            return any(LayerPlan.has_slot(inner, slot, split_combine, registry) for inner in inner_layers(layer))
+        return slot in factories_of(kind, split_combine)
+
+    def precision(self, node: ScheduleNode) -> Callable[[], AbstractContextManager[Any]] | None:
+        """What makes the low-precision context that the forward of one of the nodes runs under; None where there is
+        none, or where the node enters those of several layers itself."""
+        if is_grouped(node):
+            return None
+        owner = next((plan for plan in self.parts if node in plan.nodes.values()), self)
+        return precision_context(owner.layer)
 
     def root_of(self, extra: ExtraSlot) -> Slot:
         """The layer's own slot that an extra slot follows, directly or behind other extra slots."""
-        return _root_of(extra, self.nodes)
+        return root_of(extra, self.nodes)
 
     @property
     def is_moe(self) -> bool:
@@ -173,19 +219,7 @@ class LayerPlan:
         Megatron-Core's do, by the same type, which its callers may catch.
         ``post_combine`` is fused into ``moe_combine``.
         """
-        own: dict[Slot, list[ScheduleNode]] = {}
-        current = Slot.PRE_DISPATCH_COMPUTATION
-        for slot, node in self.nodes.items():
-            if isinstance(slot, Slot) and slot is not Slot.POST_COMBINE:
-                current = slot
-            own.setdefault(current, []).append(node)
-        callables = {slot: nodes[0] if len(nodes) == 1 else _Fused(nodes) for slot, nodes in own.items()}
-        required = {
-            slot.value: callables.get(slot) or _not_implemented(slot, self.layer)
-            for slot in MEGATRON_SLOTS
-            if slot is not Slot.MTP_POST_PROCESS
-        }
-        return ForwardFuncs(**required, mtp_post_process=callables.get(Slot.MTP_POST_PROCESS))
+        return forward_funcs(self.nodes, self.layer)
 
     @property
     def backward_dw(self) -> dict[str, Any]:
@@ -207,134 +241,41 @@ class LayerPlan:
 
     def describe(self) -> LayerDescription:
         """What each slot does, as a pydantic model that dumps to JSON."""
-        notes = () if self._kind is LayerKind.OTHER else notes_on(self.layer)
-        return describe_layer(self.layer, self.nodes, notes)
+        return describe_layer(self.layer, self.title, self.nodes, self._notes())
+
+    def _notes(self) -> tuple[str, ...]:
+        if self.parts:
+            return tuple(dict.fromkeys(note for plan in self.parts for note in plan._notes()))
+        return () if self._kind is LayerKind.OTHER else notes_on(self.layer)
+
+    @property
+    def title(self) -> str:
+        """The class of the layer, or of each of the layers that are joined."""
+        names = [plan.title for plan in self.parts]
+        if not names:
+            return type(self.layer).__name__
+        joined = " + ".join(names)
+        return joined if self._kind is LayerKind.OTHER else f"{type(self.layer).__name__}({joined})"
 
     def __repr__(self) -> str:
         inside = ", ".join(f"{slot.name.lower()}={type(node).__name__}" for slot, node in self.nodes.items())
-        return f"LayerPlan({type(self.layer).__name__}: {inside})"
+        return f"LayerPlan({self.title}: {inside})"
 
 
-def _factories(kind: LayerKind, split_combine: bool) -> dict[SlotKey, NodeFactory]:
-    if kind is LayerKind.OTHER:
-        return {}
-    factories: dict[SlotKey, NodeFactory] = {Slot.PRE_DISPATCH_COMPUTATION: PreDispatchNode, Slot.MLP: ExpertNode}
-    if kind.is_moe:
-        factories[Slot.MOE_DISPATCH] = DispatchNode
-        factories[Slot.MOE_COMBINE] = CombineExchangeNode if split_combine else CombineNode
-        if split_combine:
-            factories[Slot.POST_COMBINE] = PostCombineNode
-    if kind.is_mtp:
-        factories[Slot.MTP_POST_PROCESS] = MTPPostNode
-    return factories
-
-
-def _build_node(factory: NodeFactory, slot: SlotKey, layer: Module) -> ScheduleNode:
-    if not callable(factory):
-        raise PlanError(f"nodes[{_name(slot)}] is {factory!r}; give a node class or a callable that takes the layer")
-    node = factory(layer)
-    if not isinstance(node, ScheduleNode):
-        raise PlanError(f"nodes[{_name(slot)}] made {node!r} for {type(layer).__name__}; it must return a ScheduleNode")
-    if node.slot != slot:
-        raise PlanError(
-            f"nodes[{_name(slot)}] is {type(node).__name__}, which is a node for {node.slot}; "
-            f"put it under its own slot or change its 'slot'"
-        )
-    return node
-
-
-def _check_handoffs(nodes: Mapping[SlotKey, ScheduleNode]) -> None:
-    """Each handoff is written by one slot and read by one later slot."""
-    writers: dict[str, ScheduleNode] = {}
-    readers: dict[str, ScheduleNode] = {}
+def _build_stack(layer: Module, recipe: _Recipe, wgrad: WgradMode) -> LayerPlan:
+    """The plan of a multi-token-prediction layer over a stack: one logical layer."""
+    registry, split_combine = recipe.registry, recipe.split_combine
+    parts = []
+    for inner in inner_layers(layer):
+        fitting = {
+            slot: node
+            for slot, node in recipe.nodes.items()
+            if LayerPlan.has_slot(inner, slot, split_combine, registry)
+        }
+        parts.append(LayerPlan.build(inner, nodes=fitting, split_combine=split_combine, wgrad=wgrad, registry=registry))
+    nodes = group_nodes([(plan.layer, plan.nodes) for plan in parts], stack=layer)
+    check_handoffs(nodes)
     for node in nodes.values():
-        for name in node._reads:
-            if name not in writers:
-                raise PlanError(
-                    f"{type(node).__name__} reads {name!r}, which no earlier slot of this layer writes; "
-                    f"let an earlier node declare it in 'writes' and put it "
-                    f"(written so far: {', '.join(sorted(writers)) or 'nothing'})"
-                )
-            if name in readers:
-                raise PlanError(
-                    f"{type(node).__name__} and {type(readers[name]).__name__} both read {name!r}; a handoff is taken "
-                    f"once: let the first write it on under a new name"
-                )
-            readers[name] = node
-        for name in node._writes:
-            if name in writers:
-                raise PlanError(
-                    f"{type(node).__name__} and {type(writers[name]).__name__} both write {name!r}; rename one of them"
-                )
-            writers[name] = node
-    for name in writers.keys() - readers.keys():
-        raise PlanError(
-            f"{type(writers[name]).__name__} writes {name!r}, which no later slot of this layer reads; it would "
-            f"never be "
-            f"freed: let a later node declare it in 'reads' and take it, or do not write it"
-        )
-
-
-def _not_implemented(slot: Slot, layer: Module) -> Callable[..., Any]:
-    def raise_not_implemented(*_: object) -> None:
-        # The type that Megatron-Core's callables of a dense layer raise: part of the contract, not work left undone.
-        raise NotImplementedError(f"this {type(layer).__name__} has no {slot.value}; a dense layer skips it")
-
-    return raise_not_implemented
-
-
-class _Fused:
-    """Nodes that a caller runs as one: extra slots, and post-combine work, behind the slot that they follow."""
-
-    def __init__(self, nodes: list[ScheduleNode]) -> None:
-        written = {name for node in nodes for name in node._writes}
-        self._nodes = nodes
-        self._internal = frozenset(name for node in nodes for name in node._reads if name in written)
-        self.wgrad_parameters = [p for node in nodes for p in node.wgrad_parameters]
-
-    def __call__(self, ctx: Any, *inputs: Any) -> Any:
-        if caller_frees_input(ctx) and any(node.keeps_input() for node in self._nodes):
-            inputs = copied(inputs)
-        for node in self._nodes:
-            outputs = node(FusedContext(ctx, self._internal, is_first=node is self._nodes[0]), *inputs)
-            inputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        return owned(outputs) if caller_frees_output(ctx) else outputs
-
-
-def _root_of(extra: ExtraSlot, among: Mapping[SlotKey, object]) -> Slot:
-    after: Slot | str = extra.after
-    while not isinstance(after, Slot):
-        found = next((key for key in among if isinstance(key, ExtraSlot) and key.name == after), None)
-        if found is None:
-            if after in tuple(Slot):
-                return Slot(after)
-            raise PlanError(f"extra slot {extra.name!r} follows {after!r}, which this plan does not have")
-        after = found.after
-    return after
-
-
-def _in_order(factories: Mapping[SlotKey, NodeFactory]) -> list[SlotKey]:
-    """The slots in forward order: each extra slot directly after the one that it follows."""
-    order: list[SlotKey] = [slot for slot in Slot if slot in factories]
-    extras = [key for key in factories if isinstance(key, ExtraSlot)]
-    names = [key.name for key in extras]
-    if len(set(names)) != len(names):
-        raise PlanError(f"two extra slots share a name: {', '.join(names)}; give each a name of its own")
-    rank = {slot: i for i, slot in enumerate(Slot)}
-    for extra in extras:
-        root = _root_of(extra, factories)
-        at = sum(1 for key in order if rank[key if isinstance(key, Slot) else _root_of(key, factories)] <= rank[root])
-        order.insert(at, extra)
-    return order
-
-
-def _names(slots: Any) -> str:
-    return ", ".join(map(_name, slots))
-
-
-def _name(slot: SlotKey) -> str:
-    return f"Slot.{slot.name}" if isinstance(slot, Slot) else f"ExtraSlot({slot.name!r})"
-
-
-def _spelling(factory: object) -> str:
-    return factory.__name__ if isinstance(factory, type) else repr(factory)
+        if wgrad is WgradMode.AUTO and is_grouped(node):
+            node.defer_wgrads()
+    return LayerPlan(layer, nodes, LayerKind.MTP_STACK, recipe, parts)

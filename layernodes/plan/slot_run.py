@@ -27,7 +27,7 @@ from layernodes.nodes import WgradHook
 from layernodes.release import release_inputs
 
 if TYPE_CHECKING:
-    from layernodes.plan.chunk_plan import ChunkPlace
+    from layernodes.plan.chunk_places import ChunkPlace
 
 Values = tuple[Any, ...]
 """What passes between slots: mostly tensors; a slot may also return integers' tensors or None."""

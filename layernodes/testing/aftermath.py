@@ -16,7 +16,7 @@ from layernodes._megatron.rng import Generators
 from layernodes.errors import StepError
 from layernodes.nodes import ScheduleNode
 from layernodes.plan import schedules
-from layernodes.plan.layer_plan import SlotKey
+from layernodes.plan.registry import SlotKey
 from layernodes.plan.schedule import Schedule
 from layernodes.plan.step import Step
 from layernodes.release import may_release

@@ -22,7 +22,8 @@ from layernodes.nodes import ScheduleNode
 from layernodes.plan import schedules
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import state_without_model
-from layernodes.plan.layer_plan import LayerPlan, NodeFactory, SlotKey
+from layernodes.plan.layer_plan import LayerPlan
+from layernodes.plan.registry import NodeFactory, SlotKey
 from layernodes.plan.rng import RngMode
 from layernodes.plan.runner import Runner, RunResult
 from layernodes.plan.schedule import Schedule

@@ -21,7 +21,8 @@ from torch.nn import Module
 from layernodes.errors import LayerNodesError, OptionError, StepError, StreamOrderError
 from layernodes.nodes import ScheduleNode
 from layernodes.plan import schedules
-from layernodes.plan.layer_plan import NodeFactory, SlotKey, WgradMode
+from layernodes.plan.layer_plan import WgradMode
+from layernodes.plan.registry import NodeFactory, SlotKey
 from layernodes.plan.rng import RngMode
 from layernodes.plan.schedule import Schedule
 from layernodes.plan.wgrad import WgradPlace

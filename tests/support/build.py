@@ -1,4 +1,4 @@
-"""From a cell to a seeded ``GPTModel`` and its microbatches."""
+"""From a cell to a seeded ``GPTModel`` or ``HybridModel`` and its microbatches."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.utils import set_streams
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -27,6 +28,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from tests.support.configs import Cell
+from tests.support.hybrid import stack_spec
 from tests.support.modules import GroupedSpecProvider, OwnAttention, sequence_parallel_norm
 
 _BASE: Mapping[str, Any] = {
@@ -85,35 +87,47 @@ def _dtype(config: Mapping[str, Any]) -> torch.dtype:
     return getattr(torch, found) if isinstance(found, str) else found  # type: ignore[no-any-return]
 
 
-def make_model(cell: Cell) -> GPTModel:
+def make_model(cell: Cell) -> GPTModel | HybridModel:
     """A model with the cell's seeded weights; all global state of Megatron is reset and seeded first.
 
     Two calls for one cell give equal weights and leave equal generator and tracker states.
     """
     reset_globals(cell.seed)
     config = make_config(cell)
+    ends = {"pre_process": cell.pre_process, "post_process": cell.post_process}
+    common = {
+        "config": config,
+        "vocab_size": cell.vocab,
+        "max_sequence_length": 64,
+        "position_embedding_type": cell.position,
+        "share_embeddings_and_output_weights": cell.tied,
+        **ends,
+    }
+    model = _make_hybrid(cell, common) if cell.pattern else _make_gpt(cell, common)
+    if config.params_dtype is not torch.float32:
+        # Megatron's Float16Module does this; norms and embeddings are created in fp32.
+        model.to(config.params_dtype)
+    _break_symmetry(model, cell)
+    return model.train()
+
+
+def _make_hybrid(cell: Cell, common: Mapping[str, Any]) -> HybridModel:
+    spec = stack_spec(common["config"], cell.core_attention)
+    if not cell.final_norm:
+        spec.params = {"post_layer_norm": False}
+    pattern = "/".join([cell.pattern, *[cell.mtp_pattern] * cell.mtp])
+    return HybridModel(hybrid_stack_spec=spec, hybrid_layer_pattern=pattern, **common)
+
+
+def _make_gpt(cell: Cell, common: Mapping[str, Any]) -> GPTModel:
+    config = common["config"]
     layer_specs = [_layer_spec(cell, config, is_moe=letter == "M") for letter in cell.layers]
     norm = sequence_parallel_norm if config.sequence_parallel else WrappedTorchNorm
     block = TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=norm if cell.final_norm else None)
     mtp = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False) if cell.mtp else None
     if mtp is not None and config.sequence_parallel:
         _tolerate_sequence_parallel(mtp)
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=block,
-        vocab_size=cell.vocab,
-        max_sequence_length=64,
-        pre_process=cell.pre_process,
-        post_process=cell.post_process,
-        position_embedding_type=cell.position,
-        share_embeddings_and_output_weights=cell.tied,
-        mtp_block_spec=mtp,
-    )
-    if config.params_dtype is not torch.float32:
-        # Megatron's Float16Module does this; norms and embeddings are created in fp32.
-        model.to(config.params_dtype)
-    _break_symmetry(model, cell)
-    return model.train()
+    return GPTModel(transformer_layer_spec=block, mtp_block_spec=mtp, **common)
 
 
 def reset_globals(seed: int) -> None:
@@ -239,7 +253,7 @@ def _tolerate_sequence_parallel(mtp: Any) -> None:
 
 
 @torch.no_grad()
-def _break_symmetry(model: GPTModel, cell: Cell) -> None:
+def _break_symmetry(model: GPTModel | HybridModel, cell: Cell) -> None:
     """Freeze what the cell freezes, and make every parameter matter.
 
     Norm weights start at one and biases at zero, where many mistakes do not show.

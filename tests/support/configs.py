@@ -21,6 +21,8 @@ class Cell:
     Attributes:
         tp, ep, etp: tensor, expert and expert-tensor parallel sizes; the world has ``max(tp, ep * etp)`` ranks.
         layers: one letter a decoder layer, ``M`` for MoE and ``D`` for dense.
+        pattern: the layer pattern of a ``HybridModel``, without its MTP part; empty: the model is a ``GPTModel``.
+        mtp_pattern: the pattern inside each MTP layer of a ``HybridModel``.
         local_experts: experts a rank; the model has ``local_experts * ep``.
         final_norm: whether the decoder ends with a norm (where the chunk has the last layer).
         mtp: number of multi-token-prediction layers.
@@ -41,6 +43,8 @@ class Cell:
     ep: int = 1
     etp: int = 1
     layers: str = "MM"
+    pattern: str = ""
+    mtp_pattern: str = "*E"
     local_experts: int = 2
     mtp: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layernodes import ChunkPlan, Schedule
+from layernodes import Schedule
 from tests import oracle
 from tests.support.compare import Snapshot
-from tests.support.owners import owner
 from tests.support.runs import Bench
 from tests.support.strategies import plain
 
@@ -24,11 +23,7 @@ class DeferredBench(Bench):
     elsewhere.
     """
 
-    def chunk(self, *, split_combine: bool = False) -> ChunkPlan:
-        """The chunk plan, built once."""
-        if split_combine not in self._chunks:
-            self._chunks[split_combine] = ChunkPlan.build(self.model, split_combine=split_combine, wgrad="auto")
-        return self._chunks[split_combine]
+    wgrad = "auto"
 
     def deferred(self, *, split_combine: bool = False) -> set[str]:
         """Names of the parameters whose gradients come with W."""
@@ -57,7 +52,7 @@ class DeferredBench(Bench):
         return state
 
     def _order(self, name: str, position: Mapping[str, int], split_combine: bool) -> list[int]:
-        places = [owner(self.cell, self.model, name, split_combine=split_combine)]
+        places = [self.place(name, split_combine=split_combine)]
         if name.startswith("mtp.") and self.cell.config.get("mtp_use_repeated_layer"):
             first, slot = places[0].split(".")
             places += [f"L{int(first[1:]) + depth}.{slot}" for depth in range(1, self.cell.mtp)]

@@ -22,7 +22,7 @@ from tests import oracle
 from tests.support.build import Microbatch, make_microbatches, make_model, moved, reset_globals
 from tests.support.compare import Snapshot, differing
 from tests.support.configs import Cell
-from tests.support.owners import owner
+from tests.support.owners import hybrid_groups, hybrid_owner, owner
 from tests.support.strategies import plain
 
 
@@ -38,10 +38,16 @@ class Plain:
 
 
 class Bench:
-    """One cell with its model, microbatches and plain results; runs any number of schedules from the same state."""
+    """One cell with its model, microbatches and plain results; runs any number of schedules from the same state.
 
-    def __init__(self, cell: Cell, *, device: str = "cpu") -> None:
+    ``group`` is that of ``ChunkPlan.build``, for cells with a layer pattern.
+    """
+
+    wgrad = "off"
+
+    def __init__(self, cell: Cell, *, group: bool | str | None = None, device: str = "cpu") -> None:
         self.cell = cell
+        self.group = group
         self.model: Any = make_model(cell).to(device)
         self.microbatches: list[Microbatch] = [moved(one, device) for one in make_microbatches(cell)]
         self._has_cuda = torch.device(device).type == "cuda"
@@ -55,8 +61,16 @@ class Bench:
     def chunk(self, *, split_combine: bool = False) -> ChunkPlan:
         """The chunk plan, built once."""
         if split_combine not in self._chunks:
-            self._chunks[split_combine] = ChunkPlan.build(self.model, split_combine=split_combine)
+            self._chunks[split_combine] = ChunkPlan.build(
+                self.model, split_combine=split_combine, wgrad=self.wgrad, group=self.group
+            )
         return self._chunks[split_combine]
+
+    def place(self, name: str, *, split_combine: bool = False) -> str:
+        """The place whose B delivers a parameter's gradient, by hand."""
+        if self.cell.pattern:
+            return hybrid_owner(self.cell, name, self.group, split_combine=split_combine)
+        return owner(self.cell, self.model, name, split_combine=split_combine)
 
     def batches(self) -> list[dict[str, Any]]:
         """The microbatches as the runner takes them."""
@@ -133,7 +147,7 @@ class Bench:
         state: dict[str, Tensor | None] = {f"output/{i}": output for i, output in enumerate(self.plain.outputs)}
         state |= {f"input_grad/{i}": grad for i, grad in enumerate(self.plain.input_grads)}
         for name, _ in self.model.named_parameters():
-            place = owner(self.cell, self.model, name, split_combine=split_combine)
+            place = self.place(name, split_combine=split_combine)
             total = (grads_before or {}).get(name)
             for m in _order(steps, "B", place, count):
                 gradient = self.plain.grads[m][name]
@@ -174,12 +188,19 @@ class Bench:
             if name.startswith("mtp"):
                 place = "post_process"
             else:
-                place = f"L{index}.pre_dispatch_computation"
+                place = f"L{self._layer(index)}.pre_dispatch_computation"
             if f"F0.{place}" not in steps:
                 place = steps[0].partition(".")[2]
             for m in _order(steps, "F", place, len(parts)):
                 total.view(-1)[index] += parts[m].view(-1)[index]
         return total
+
+    def _layer(self, index: int) -> int | None:
+        """The number in schedules of the decoder layer whose router reports at ``index``; None: no router does."""
+        if not self.cell.pattern:
+            return index
+        has_router = self.cell.pattern[index : index + 1] == "E"
+        return hybrid_groups(self.cell, self.group)[index] if has_router else None
 
     def _run_plain(self) -> Plain:
         plain = Plain()
@@ -247,9 +268,17 @@ def check_random_schedules(cell: Cell, count: int, *, streams: str, device: str 
     return wrong
 
 
-def check_example(cell: Cell, *, seed: int, streams: str, split_combine: bool, has_grads: bool) -> None:
+def check_example(
+    cell: Cell,
+    *,
+    seed: int,
+    streams: str,
+    split_combine: bool,
+    has_grads: bool,
+    group: bool | str | None = None,
+) -> None:
     """One example of the property; an AssertionError says what differs."""
-    bench = Bench(cell)
+    bench = Bench(cell, group=group)
     schedule = random_schedule(bench, seed, split_combine=split_combine)
     before = None
     if has_grads:

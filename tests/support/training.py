@@ -19,6 +19,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
@@ -31,6 +32,7 @@ from torch.nn import Module
 import layernodes
 from layernodes.megatron import schedule
 from tests.support.build import reset_globals
+from tests.support.hybrid import stack_spec
 from tests.support.timers import CountingTimers
 
 SEQ, BATCH, VOCAB = 8, 2, 32
@@ -43,6 +45,7 @@ class Case:
     Attributes:
         name: what it is called in reports.
         layers: ``M`` for a MoE layer, ``D`` for a dense one, over all pipeline stages.
+        pattern: the layer pattern of a ``HybridModel``, without its MTP part; empty: the model is a ``GPTModel``.
         pp, vpp, ep: parallel sizes. mtp: MTP layers. tied: embedding and output layer share their weight.
         ddp: arguments of DDP's configuration; None: no DDP, and plain SGD.
         config: further configuration fields.
@@ -53,6 +56,7 @@ class Case:
 
     name: str
     layers: str = "MM"
+    pattern: str = ""
     pp: int = 1
     vpp: int | None = None
     ep: int = 1
@@ -396,7 +400,7 @@ def make_config(case: Case) -> TransformerConfig:
     dtype = torch.bfloat16 if case.bf16 else torch.float32
     config = TransformerConfig(
         **{
-            "num_layers": len(case.layers),
+            "num_layers": len(case.pattern.replace("|", "") or case.layers),
             "hidden_size": 16,
             "num_attention_heads": 2,
             "ffn_hidden_size": 24,
@@ -404,7 +408,7 @@ def make_config(case: Case) -> TransformerConfig:
             "attention_dropout": 0.1,
             "add_bias_linear": False,
             "num_moe_experts": 2 * case.ep,
-            "moe_layer_freq": [int(letter == "M") for letter in case.layers],
+            "moe_layer_freq": 1 if case.pattern else [int(letter == "M") for letter in case.layers],
             "moe_ffn_hidden_size": 16,
             "moe_router_topk": 2,
             "moe_router_load_balancing_type": "aux_loss",
@@ -443,27 +447,34 @@ def _times(factor: float, loss: Tensor) -> Tensor:
 
 def _make_chunk(case: Case, config: TransformerConfig, stage: int) -> Module:
     vp_stage = stage if case.vpp else None
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
-    mtp = None
-    if case.mtp:
-        mtp = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False, vp_stage=vp_stage)
     ends = {"ignore_virtual": False, "vp_stage": vp_stage}
-    model: Module = GPTModel(
-        config=config,
-        transformer_layer_spec=block,
-        vocab_size=VOCAB,
-        max_sequence_length=SEQ,
-        pre_process=parallel_state.is_pipeline_first_stage(**ends),
-        post_process=parallel_state.is_pipeline_last_stage(**ends),
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=case.tied,
-        mtp_block_spec=mtp,
-        vp_stage=vp_stage,
-    )
+    common = {
+        "config": config,
+        "vocab_size": VOCAB,
+        "max_sequence_length": SEQ,
+        "pre_process": parallel_state.is_pipeline_first_stage(**ends),
+        "post_process": parallel_state.is_pipeline_last_stage(**ends),
+        "position_embedding_type": "rope",
+        "share_embeddings_and_output_weights": case.tied,
+        "vp_stage": vp_stage,
+    }
+    model = _make_hybrid(case, common) if case.pattern else _make_gpt(case, common)
     if case.bf16:
         model.bfloat16()
         model = Float16Module(config, model)
     return model.train()
+
+
+def _make_gpt(case: Case, common: Mapping[str, Any]) -> Module:
+    options = {"use_transformer_engine": False, "vp_stage": common["vp_stage"]}
+    block = get_gpt_decoder_block_spec(common["config"], **options)
+    mtp = get_gpt_mtp_block_spec(common["config"], block, **options) if case.mtp else None
+    return GPTModel(transformer_layer_spec=block, mtp_block_spec=mtp, **common)
+
+
+def _make_hybrid(case: Case, common: Mapping[str, Any]) -> Module:
+    pattern = "/".join([case.pattern, *["*E"] * case.mtp])
+    return HybridModel(hybrid_stack_spec=stack_spec(common["config"]), hybrid_layer_pattern=pattern, **common)
 
 
 def use_layout(case: Case) -> None:

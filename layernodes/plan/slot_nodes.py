@@ -1,0 +1,141 @@
+"""From a layer's kind to the nodes of its slots, built and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from torch.nn import Module
+
+from layernodes._megatron.layer_kinds import LayerKind
+from layernodes.errors import PlanError
+from layernodes.nodes import (
+    AttentionNode,
+    CombineExchangeNode,
+    CombineNode,
+    DispatchNode,
+    ExpertNode,
+    MixerNode,
+    MLPNode,
+    MTPPostNode,
+    PostCombineNode,
+    PreDispatchNode,
+    ScheduleNode,
+)
+from layernodes.plan.registry import NodeFactory, SlotKey
+from layernodes.slots import ExtraSlot, Slot
+
+_ONE_SLOT: Final[Mapping[LayerKind, Mapping[SlotKey, NodeFactory]]] = {
+    LayerKind.OTHER: {},
+    LayerKind.ATTENTION: {Slot.PRE_DISPATCH_COMPUTATION: AttentionNode},
+    LayerKind.MLP: {Slot.MLP: MLPNode},
+    LayerKind.MIXER: {Slot.PRE_DISPATCH_COMPUTATION: MixerNode},
+}
+"""The slots of layers that are one slot, and of a user's, which brings its own."""
+
+
+def factories_of(kind: LayerKind, split_combine: bool) -> dict[SlotKey, NodeFactory]:
+    """The node classes of a kind of layer, by slot."""
+    if kind in _ONE_SLOT:
+        return dict(_ONE_SLOT[kind])
+    factories: dict[SlotKey, NodeFactory] = {Slot.PRE_DISPATCH_COMPUTATION: PreDispatchNode, Slot.MLP: ExpertNode}
+    if kind.is_moe:
+        factories[Slot.MOE_DISPATCH] = DispatchNode
+        factories[Slot.MOE_COMBINE] = CombineExchangeNode if split_combine else CombineNode
+        if split_combine:
+            factories[Slot.POST_COMBINE] = PostCombineNode
+    if kind.is_mtp:
+        factories[Slot.MTP_POST_PROCESS] = MTPPostNode
+    return factories
+
+
+def build_node(factory: NodeFactory, slot: SlotKey, layer: Module) -> ScheduleNode:
+    """The node that a factory makes for a slot; PlanError where it makes none for that slot."""
+    if not callable(factory):
+        raise PlanError(f"nodes[{name_of(slot)}] is {factory!r}; give a node class or a callable that takes the layer")
+    node = factory(layer)
+    if not isinstance(node, ScheduleNode):
+        raise PlanError(
+            f"nodes[{name_of(slot)}] made {node!r} for {type(layer).__name__}; it must return a ScheduleNode"
+        )
+    if node.slot != slot:
+        raise PlanError(
+            f"nodes[{name_of(slot)}] is {type(node).__name__}, which is a node for {node.slot}; "
+            f"put it under its own slot or change its 'slot'"
+        )
+    return node
+
+
+def check_handoffs(nodes: Mapping[SlotKey, ScheduleNode]) -> None:
+    """Each handoff is written by one slot and read by one later slot."""
+    writers: dict[str, ScheduleNode] = {}
+    readers: dict[str, ScheduleNode] = {}
+    for node in nodes.values():
+        for name in node._reads:
+            if name not in writers:
+                raise PlanError(
+                    f"{type(node).__name__} reads {name!r}, which no earlier slot of this layer writes; "
+                    f"let an earlier node declare it in 'writes' and put it "
+                    f"(written so far: {', '.join(sorted(writers)) or 'nothing'})"
+                )
+            if name in readers:
+                raise PlanError(
+                    f"{type(node).__name__} and {type(readers[name]).__name__} both read {name!r}; a handoff is taken "
+                    f"once: let the first write it on under a new name"
+                )
+            readers[name] = node
+        for name in node._writes:
+            if name in writers:
+                raise PlanError(
+                    f"{type(node).__name__} and {type(writers[name]).__name__} both write {name!r}; rename one of them"
+                )
+            writers[name] = node
+    for name in writers.keys() - readers.keys():
+        raise PlanError(
+            f"{type(writers[name]).__name__} writes {name!r}, which no later slot of this layer reads; it would "
+            f"never be "
+            f"freed: let a later node declare it in 'reads' and take it, or do not write it"
+        )
+
+
+def root_of(extra: ExtraSlot, among: Mapping[SlotKey, object]) -> Slot:
+    """The layer's own slot that an extra slot follows, directly or behind others."""
+    after: Slot | str = extra.after
+    while not isinstance(after, Slot):
+        found = next((key for key in among if isinstance(key, ExtraSlot) and key.name == after), None)
+        if found is None:
+            if after in tuple(Slot):
+                return Slot(after)
+            raise PlanError(f"extra slot {extra.name!r} follows {after!r}, which this plan does not have")
+        after = found.after
+    return after
+
+
+def in_order(factories: Mapping[SlotKey, NodeFactory]) -> list[SlotKey]:
+    """The slots in forward order: each extra slot directly after the one that it follows."""
+    order: list[SlotKey] = [slot for slot in Slot if slot in factories]
+    extras = [key for key in factories if isinstance(key, ExtraSlot)]
+    names = [key.name for key in extras]
+    if len(set(names)) != len(names):
+        raise PlanError(f"two extra slots share a name: {', '.join(names)}; give each a name of its own")
+    rank = {slot: i for i, slot in enumerate(Slot)}
+    for extra in extras:
+        root = root_of(extra, factories)
+        at = sum(1 for key in order if rank[key if isinstance(key, Slot) else root_of(key, factories)] <= rank[root])
+        order.insert(at, extra)
+    return order
+
+
+def names_of(slots: Any) -> str:
+    """How slots are written in code."""
+    return ", ".join(map(name_of, slots))
+
+
+def name_of(slot: SlotKey) -> str:
+    """How a slot is written in code."""
+    return f"Slot.{slot.name}" if isinstance(slot, Slot) else f"ExtraSlot({slot.name!r})"
+
+
+def spelling(factory: object) -> str:
+    """How a factory is written in code."""
+    return factory.__name__ if isinstance(factory, type) else repr(factory)
