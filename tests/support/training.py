@@ -137,12 +137,13 @@ WAYS: Sequence[Way] = (
 @dataclass(frozen=True, kw_only=True)
 class Trained:
     """What came of a run on this rank: losses (on the last stage); by chunk and name, the parameters, and the last
-    step's gradients, whose differences an optimizer may round away; how often each of Megatron-Core's timers ran."""
+    step's gradients, whose differences an optimizer may round away; how often each of Megatron-Core's timers ran, None
+    under ``install()`` alone, where its own combined step does not time backwards."""
 
     losses: Sequence[Tensor]
     gradients: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
-    timers: Mapping[str, int]
+    timers: Mapping[str, int] | None
 
     def difference(self, other: Trained) -> str | None:
         """What is not the same, bit for bit; None where all is."""
@@ -151,7 +152,7 @@ class Trained:
         for index, (one, two) in enumerate(zip(self.losses, other.losses, strict=True)):
             if not torch.equal(one, two):
                 return f"loss {index}: {one} and {two}"
-        if self.timers != other.timers:
+        if None not in (self.timers, other.timers) and self.timers != other.timers:
             return f"timers {self.timers} and {other.timers}"
         for what in ("gradients", "parameters"):
             one, two = getattr(self, what), getattr(other, what)
@@ -175,6 +176,7 @@ class Trainer:
         self.config.timers = CountingTimers()
         self.config.barrier_with_L1_time = False
         self.chunks = [_make_chunk(case, self.config, stage) for stage in range(case.vpp or 1)]
+        self._is_installed = False
         self.step = 0
         self.losses: list[Tensor] = []
         self._gradients: dict[str, Tensor] = {}
@@ -228,6 +230,7 @@ class Trainer:
     def run(self, way: Way, steps: int, *, forward_only: bool = False, **options: Any) -> None:
         """Take ``steps`` training steps, or evaluate ``steps`` batches."""
         case = self.case
+        self._is_installed |= way.installed
         with way.context(self.chunks, **options):
             for _ in range(steps):
                 if not forward_only:
@@ -271,7 +274,7 @@ class Trainer:
                 for index, chunk in enumerate(self.chunks)
                 for name, value in chunk.named_parameters()
             },
-            timers=dict(self.config.timers.counts),
+            timers=None if self._is_installed else dict(self.config.timers.counts),
         )
 
     def checkpoint(self) -> dict[str, Any]:
