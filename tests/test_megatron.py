@@ -421,6 +421,11 @@ class TestMatrix:
             assert {name: verdict for name, verdict in verdicts.items() if verdict.status != "right"} == {}
             assert len(verdicts) == len(names)
 
+    def test_three_mtp_layers_with_rms_norms(self) -> None:
+        """Whose backward hands the gradients of a depth on in another order than layer norms do."""
+        cell = replace(by_name("mtp-two-ep1"), mtp=3, batch=1, tied=True, orders=("serial", "1f1b"))
+        _check(cell.with_config(normalization="RMSNorm"))
+
     def test_an_all_gather_dispatcher_of_ones_own(self) -> None:
         """A subclass still gathers into the buffer that all of the process shares; two microbatches are in flight."""
         names = ("allgather-paired-ep2", "tp2-ep1-etp2-allgather-paired", "allgather-recompute-layernorm-ep2")
