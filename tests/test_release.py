@@ -142,6 +142,18 @@ def test_keeps_what_its_producer_saved() -> None:
         assert not release(outer, inner)
 
 
+def test_keeps_what_its_producer_used_itself() -> None:
+    """An output from which the producer computed another one, whose backward needs it."""
+    outer = _produced()
+    inner = _cut(outer)
+    value = outer.detach().clone()
+    other = outer * outer
+    released = release(outer, inner)
+    assert not released
+    assert torch.equal(other.detach(), value * value)
+    assert torch.equal(torch.autograd.grad(other.sum(), outer)[0], 2 * value)
+
+
 def test_keeps_what_another_tensor_shares() -> None:
     """Two outputs that share one storage are both kept: freeing one would empty the other (case 12)."""
     base = _produced()
