@@ -34,6 +34,7 @@ from tests.support.configs import CELLS, Cell, by_name
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
 from tests.support.further import FURTHER
 from tests.support.handed import HANDED, handed_over
+from tests.support.own_dispatcher import OWN_DISPATCHER
 from tests.support.slots import assert_equal_gradients
 from tests.support.world import LAYERNODES, run_cells, use_layout
 
@@ -420,6 +421,17 @@ class TestMatrix:
             assert {name: verdict for name, verdict in verdicts.items() if verdict.status != "right"} == {}
             assert len(verdicts) == len(names)
 
+    def test_three_mtp_layers_with_rms_norms(self) -> None:
+        """Whose backward hands the gradients of a depth on in another order than layer norms do."""
+        cell = replace(by_name("mtp-two-ep1"), mtp=3, batch=1, tied=True, orders=("serial", "1f1b"))
+        _check(cell.with_config(normalization="RMSNorm"))
+
+    def test_an_all_gather_dispatcher_of_ones_own(self) -> None:
+        """A subclass still gathers into the buffer that all of the process shares; two microbatches are in flight."""
+        names = ("allgather-paired-ep2", "tp2-ep1-etp2-allgather-paired", "allgather-recompute-layernorm-ep2")
+        verdicts = run_cells([_named(name) for name in names], OWN_DISPATCHER)
+        assert {name: verdict.status for name, verdict in verdicts.items()} == dict.fromkeys(names, "right")
+
     @pytest.mark.full
     @pytest.mark.timeout(3600)
     @pytest.mark.parametrize("hooks", [False, True], ids=["", "hooks"])
@@ -556,7 +568,7 @@ class TestModel:
         cell = by_name("mlp-chunks-ep1")
         model, (microbatch, *_) = make_model(cell).eval(), make_microbatches(cell)
         routed: Counter[Any] = Counter()
-        routers = [layer.mlp.router for layer in model.decoder.layers]
+        routers = [module for name, module in model.named_modules() if name.endswith("mlp.router")]
         for router in routers:
             router.register_forward_hook(lambda module, *_: routed.update([module]))
         with torch.no_grad():

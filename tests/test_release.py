@@ -121,12 +121,37 @@ def test_keeps_what_the_consumer_uses(name: str) -> None:
     del output
 
 
+@pytest.mark.parametrize("name", ["linear", "view", "identity", "remembered"])
+def test_keeps_an_input_without_gradient_that_the_consumer_uses(name: str) -> None:
+    """A matrix product saves its input for the weight's gradient, though the input itself has none."""
+    outer = _produced().detach()
+    inner = _cut(outer)
+    value = outer.clone()
+    output = _KEEPING[name](inner[0])
+    released = release(outer, inner)
+    assert not released  # the tensors themselves must not be printed
+    assert torch.equal(outer, value)
+    del output
+
+
 def test_keeps_what_its_producer_saved() -> None:
     """An output that the producer's autograd saved is kept: exponentials, normalizations, activations."""
     for function in (torch.exp, torch.sigmoid, lambda x: torch.softmax(x, -1)):
         outer = function(torch.randn(3, 4, requires_grad=True))
         inner = _cut(outer)
         assert not release(outer, inner)
+
+
+def test_keeps_what_its_producer_used_itself() -> None:
+    """An output from which the producer computed another one, whose backward needs it."""
+    outer = _produced()
+    inner = _cut(outer)
+    value = outer.detach().clone()
+    other = outer * outer
+    released = release(outer, inner)
+    assert not released
+    assert torch.equal(other.detach(), value * value)
+    assert torch.equal(torch.autograd.grad(other.sum(), outer)[0], 2 * value)
 
 
 def test_keeps_what_another_tensor_shares() -> None:
