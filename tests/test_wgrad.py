@@ -363,7 +363,7 @@ def test_a_weight_that_other_operations_use_between_products(seed: int) -> None:
 def test_a_checkpointed_product_equals_plain_autograd(reentrant: bool) -> None:
     """An activation checkpoint records its forward again in backward: nothing of it is deferred, nothing is lost."""
     torch.manual_seed(0)
-    ours, theirs = (Sequential(Linear(4, 4), Linear(4, 4)) for _ in "ab")
+    ours, theirs = (Sequential(Linear(4, 5), Linear(5, 4)) for _ in "ab")
     theirs.load_state_dict(ours.state_dict())
 
     def forward(module: Any, x: Tensor) -> Tensor:
