@@ -116,3 +116,27 @@ def test_streams_of_the_calls(make: Any, order: Any, monkeypatch: pytest.MonkeyP
     if order is not zipper:
         assert "post_backward" in known[first]
         assert not any(first in known[name] for name in _CALLS)
+
+
+@pytest.mark.parametrize("before", [None, 2.0])
+def test_the_gradient_of_what_the_pipeline_received(before: float | None) -> None:
+    """It is where the trainer looks for it: added to the received tensor's, as plain autograd does."""
+    (model, inputs), found = _middle(), []
+    for scheduled in (False, True):
+        received = model.decoder.input_tensor.detach().clone().requires_grad_()
+        if before is not None:
+            received.grad = torch.full_like(received, before)
+        model.set_input_tensor(received)
+        if scheduled:
+            with schedule(model, streams="inline"):
+                plan = model.build_schedule_plan(**inputs)
+                output = ChunkSchedulePlan.run(plan, None)
+                assert output is not None
+                ChunkSchedulePlan.run(None, plan, b_grad=torch.ones_like(output))
+        else:
+            output = model(**inputs)
+            output.backward(torch.ones_like(output))
+        found.append((output.detach(), received.grad))
+    (expected, gradient), (ours, our_gradient) = found
+    assert torch.equal(expected, ours)
+    assert torch.equal(gradient, our_gradient)

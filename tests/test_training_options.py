@@ -6,10 +6,22 @@ from collections import Counter
 from typing import Any, ClassVar
 
 import pytest
+from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from layernodes import CombineNode, ExpertNode, ExtraSlot, LayerHooks, PairSchedule, PlanError, Slot, StreamType
+from layernodes import (
+    CombineNode,
+    ExpertNode,
+    ExtraSlot,
+    LayerHooks,
+    PairSchedule,
+    PlanError,
+    Slot,
+    StreamType,
+    UnsupportedLayerError,
+)
+from layernodes._megatron import constraints
 from layernodes.megatron import schedule
 from layernodes.nodes import ScheduleNode
 from layernodes.plan import pairs
@@ -127,6 +139,19 @@ def test_a_node_for_a_slot_that_no_layer_has() -> None:
     with pytest.raises(PlanError, match="moe_combine"), schedule(trainer.chunks, nodes={Slot.MOE_COMBINE: CombineNode}):
         pass
     assert not config.overlap_moe_expert_parallel_comm
+
+
+def test_what_deferral_alone_needs_is_asked_for_with_deferral_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial CUDA graphs with an old Transformer Engine: refused with ``wgrad="auto"``, entered with ``"off"``."""
+    monkeypatch.setattr(constraints, "is_te_min_version", lambda _: False)
+    trainer = Trainer(Case(name="graphs", ddp=None))
+    trainer.config.cuda_graph_impl = "transformer_engine"
+    trainer.config.cuda_graph_modules = [CudaGraphModule.attn]
+    with schedule(trainer.chunks, wgrad="off") as session:
+        assert len(session.chunks) == 1
+    with pytest.raises(UnsupportedLayerError) as caught, schedule(trainer.chunks, wgrad="auto"):
+        pass
+    assert [violation.field for violation in caught.value.violations] == ["cuda_graph_impl"]
 
 
 @pytest.mark.parametrize("way", _SOME, ids=str)

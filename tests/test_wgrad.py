@@ -244,17 +244,36 @@ class TestStore:
         run(f"{F0} {B0} {W_OUTER} {W_INNER}", chunk, [torch.randn(2, 3)])
         assert module.weight is new
 
-    def test_forward_pre_hooks_see_the_parameters_own(self) -> None:
+    @pytest.mark.parametrize("kind", ["before", "after"])
+    def test_forward_hooks_see_the_parameters_own(self, kind: str) -> None:
         """Megatron-Core's DDP looks the parameter up there, to wait for its all-gather."""
         module = Linear(3, 3)
         seen: list[bool] = []
-        module.register_forward_pre_hook(lambda m, _: seen.append(m.weight is weight))
+        note: Callable[..., None] = lambda m, *_: seen.append(m.weight is weight)  # noqa: E731
+        if kind == "before":
+            module.register_forward_pre_hook(note)
+        else:
+            module.register_forward_hook(note)
+        hooks = module._forward_pre_hooks if kind == "before" else module._forward_hooks
         weight = module.weight
         single, tied = plan_of(module), chunk_of((module, {PRE: FirstNode, MLP: ModuleNode}))
-        run(ONE, single, [torch.randn(2, 3)])
-        run(f"{F0} {B0} {W_OUTER} {W_INNER}", tied, [torch.randn(2, 3)])
+        fired: list[str] = []
+        weight.register_post_accumulate_grad_hook(lambda _: fired.append(steps[-1]))
+        steps: list[str] = []
+        run(ONE, single, [torch.randn(2, 3)], before_step=lambda step: steps.append(str(step)))
+        assert fired == ["W0.L0.mlp"]  # the product itself had the stand-in
+        run(
+            f"{F0} {B0} {W_OUTER} {W_INNER}",
+            tied,
+            [torch.randn(2, 3)],
+            before_step=lambda step: steps.append(str(step)),
+        )
         assert seen == [True] * 3
-        assert len(module._forward_pre_hooks) == 1
+        twice = plan_of(module, forward=lambda m, x: m(m(x)))
+        run(ONE, twice, [torch.randn(2, 3)], before_step=lambda step: steps.append(str(step)))
+        assert fired == ["W0.L0.mlp", W_INNER, "W0.L0.mlp"]
+        assert seen == [True] * 5
+        assert len(hooks) == 1
 
 
 class Counting:
@@ -363,7 +382,7 @@ def test_a_weight_that_other_operations_use_between_products(seed: int) -> None:
 def test_a_checkpointed_product_equals_plain_autograd(reentrant: bool) -> None:
     """An activation checkpoint records its forward again in backward: nothing of it is deferred, nothing is lost."""
     torch.manual_seed(0)
-    ours, theirs = (Sequential(Linear(4, 4), Linear(4, 4)) for _ in "ab")
+    ours, theirs = (Sequential(Linear(4, 5), Linear(5, 4)) for _ in "ab")
     theirs.load_state_dict(ours.state_dict())
 
     def forward(module: Any, x: Tensor) -> Tensor:
