@@ -121,12 +121,45 @@ def test_keeps_what_the_consumer_uses(name: str) -> None:
     del output
 
 
+_KEEPING_WITHOUT_GRAD: dict[str, Callable[[Tensor], object]] = {
+    "linear": lambda inner: inner @ _WEIGHT,  # saved for the weight's gradient
+    "scaled": lambda inner: inner * _WEIGHT.sum(),
+    "view": lambda inner: inner.view(-1),
+    "identity": lambda inner: inner,
+    "remembered": lambda inner: {"latest": inner},
+}
+
+
+@pytest.mark.parametrize("name", _KEEPING_WITHOUT_GRAD)
+def test_keeps_what_the_consumer_uses_without_a_gradient(name: str) -> None:
+    """So is an input that requires no grad: autograd saves it for others' gradients, and no node of it is counted."""
+    outer = _produced(requires_grad=False)
+    inner = _cut(outer)
+    output = _KEEPING_WITHOUT_GRAD[name](inner[0])
+    released = release(outer, inner)
+    assert not released
+    del output
+    assert release(outer, inner)
+
+
 def test_keeps_what_its_producer_saved() -> None:
     """An output that the producer's autograd saved is kept: exponentials, normalizations, activations."""
     for function in (torch.exp, torch.sigmoid, lambda x: torch.softmax(x, -1)):
         outer = function(torch.randn(3, 4, requires_grad=True))
         inner = _cut(outer)
         assert not release(outer, inner)
+
+
+def test_keeps_what_its_producer_used_beside() -> None:
+    """An output from which its slot made a handoff too is kept: autograd saved that very tensor, not a share of it."""
+    scale = torch.ones((), requires_grad=True)
+    outer = _produced()
+    handoff = outer * scale
+    inner = _cut(outer)
+    assert num_storage_holders(outer) == 2
+    assert not release(outer, inner)
+    handoff.sum().backward()
+    assert torch.equal(scale.grad, outer.detach().sum())  # type: ignore[arg-type]
 
 
 def test_keeps_what_another_tensor_shares() -> None:
