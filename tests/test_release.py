@@ -157,7 +157,8 @@ def test_keeps_what_its_producer_used_beside() -> None:
     handoff = outer * scale
     inner = _cut(outer)
     assert num_storage_holders(outer) == 2
-    assert not release(outer, inner)
+    released = release(outer, inner)
+    assert not released  # the tensors themselves must not be printed
     handoff.sum().backward()
     assert torch.equal(scale.grad, outer.detach().sum())  # type: ignore[arg-type]
 
@@ -199,6 +200,10 @@ def test_does_not_touch_tensors_with_storages_of_their_own() -> None:
     outer = _produced()
     assert not release(outer, [outer.clone()])
     assert outer.untyped_storage().nbytes() > 0
+    shares = outer.detach()  # counted where the input would be
+    released = release(outer, [outer.clone()])
+    assert not released
+    del shares
 
 
 def test_keeps_a_second_input_with_the_same_storage() -> None:
