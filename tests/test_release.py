@@ -121,17 +121,25 @@ def test_keeps_what_the_consumer_uses(name: str) -> None:
     del output
 
 
-@pytest.mark.parametrize("name", ["linear", "view", "identity", "remembered"])
-def test_keeps_an_input_without_gradient_that_the_consumer_uses(name: str) -> None:
-    """A matrix product saves its input for the weight's gradient, though the input itself has none."""
-    outer = _produced().detach()
+_KEEPING_WITHOUT_GRAD: dict[str, Callable[[Tensor], object]] = {
+    "linear": lambda inner: inner @ _WEIGHT,  # saved for the weight's gradient
+    "scaled": lambda inner: inner * _WEIGHT.sum(),
+    "view": lambda inner: inner.view(-1),
+    "identity": lambda inner: inner,
+    "remembered": lambda inner: {"latest": inner},
+}
+
+
+@pytest.mark.parametrize("name", _KEEPING_WITHOUT_GRAD)
+def test_keeps_what_the_consumer_uses_without_a_gradient(name: str) -> None:
+    """So is an input that requires no grad: autograd saves it for others' gradients, and no node of it is counted."""
+    outer = _produced(requires_grad=False)
     inner = _cut(outer)
-    value = outer.clone()
-    output = _KEEPING[name](inner[0])
+    output = _KEEPING_WITHOUT_GRAD[name](inner[0])
     released = release(outer, inner)
-    assert not released  # the tensors themselves must not be printed
-    assert torch.equal(outer, value)
+    assert not released
     del output
+    assert release(outer, inner)
 
 
 def test_keeps_what_its_producer_saved() -> None:
@@ -142,16 +150,17 @@ def test_keeps_what_its_producer_saved() -> None:
         assert not release(outer, inner)
 
 
-def test_keeps_what_its_producer_used_itself() -> None:
-    """An output from which the producer computed another one, whose backward needs it."""
+def test_keeps_what_its_producer_used_beside() -> None:
+    """An output from which its slot made a handoff too is kept: autograd saved that very tensor, not a share of it."""
+    scale = torch.ones((), requires_grad=True)
     outer = _produced()
+    handoff = outer * scale
     inner = _cut(outer)
-    value = outer.detach().clone()
-    other = outer * outer
+    assert num_storage_holders(outer) == 2
     released = release(outer, inner)
-    assert not released
-    assert torch.equal(other.detach(), value * value)
-    assert torch.equal(torch.autograd.grad(other.sum(), outer)[0], 2 * value)
+    assert not released  # the tensors themselves must not be printed
+    handoff.sum().backward()
+    assert torch.equal(scale.grad, outer.detach().sum())  # type: ignore[arg-type]
 
 
 def test_keeps_what_another_tensor_shares() -> None:
@@ -191,6 +200,10 @@ def test_does_not_touch_tensors_with_storages_of_their_own() -> None:
     outer = _produced()
     assert not release(outer, [outer.clone()])
     assert outer.untyped_storage().nbytes() > 0
+    shares = outer.detach()  # counted where the input would be
+    released = release(outer, [outer.clone()])
+    assert not released
+    del shares
 
 
 def test_keeps_a_second_input_with_the_same_storage() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -79,6 +80,17 @@ class TestBuiltIns:
     def test_every_built_in(self, name: str, wgrad: bool) -> None:
         """Serial, combined with and without early release, forwards together, W at each of its places, forward only."""
         assert check_built_ins(by_name(name), streams="recording", wgrad=wgrad) == {}
+
+    def test_the_chunk_state_is_handed_on(self) -> None:
+        """What pre-process makes for all layers is no undeclared tensor: rotary embeddings that nothing has cached."""
+        bench = Bench(by_name("alltoall-moe-ep1"))
+        bench.model.rotary_pos_emb = copy.copy(bench.model.rotary_pos_emb)  # Megatron-Core caches by the module
+        schedule = schedules.combined_1f1b(bench.chunk().shape, len(bench.microbatches))
+        streams = RecordingStreams()
+        assert bench.check(schedule, streams=streams) == []
+        made = {r.storage for r in streams.records if r.kind is RecordKind.WRITE and r.step == "F0.pre_process"}
+        read = {r.storage for r in streams.records if r.kind is RecordKind.READ and r.step.startswith("F1.L1.")}
+        assert made & read
 
     def test_toy_layers_and_records(self) -> None:
         streams = RecordingStreams()

@@ -403,6 +403,29 @@ def test_layers_that_share_a_module(streams: str) -> None:
     gc.collect()
 
 
+def test_lanes_that_share_a_module_take_turns() -> None:
+    """While one lane's step holds a stand-in in a module, no step of the other lane that uses the module runs."""
+    layers = toy.toys(shared=Linear(8, 8, dtype=torch.float64))
+
+    class OnComm(toy.Send):
+        def __init__(self, layer: toy.Toy) -> None:
+            super().__init__(layer)
+            self.linear = layer.first
+
+        def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor:
+            return super().forward(ctx, inputs[0] + self.linear.weight.sum() * 0.25)
+
+    chunk = toy.chunk_of(layers, moe_dispatch=OnComm)
+    for layer in layers:
+        layer.fuse.seconds = 0.01
+    with Runner(streams="threads") as runner:
+        result = runner.run(schedules.forward_forward(chunk.shape, 3, group=3), chunk, toy.inputs())
+    sharing = [i for i in result.timeline.intervals if i.step.slot in ("pre_dispatch_computation", "moe_dispatch")]
+    assert len({interval.stream for interval in sharing}) == 2
+    sharing.sort(key=lambda interval: interval.start)
+    assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(sharing))
+
+
 def _with_comm(layers: Sequence[toy.Toy], value: Tensor) -> Tensor:
     for layer in layers:
         wide = torch.tanh(layer.first(value))

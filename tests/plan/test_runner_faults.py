@@ -140,6 +140,26 @@ def test_a_failed_run_keeps_no_tensor(slot: Slot) -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("streams", STREAMS)
+def test_an_error_that_is_kept_keeps_no_run(streams: str) -> None:
+    """What the steps before the failed one had made is gone while the caller still holds the error."""
+    layers, batches = toy.toys(), toy.inputs(2)
+    chunk = toy.chunk_of(layers)
+    seen: list[weakref.ref[Tensor]] = []
+    _remember(layers[:1], seen)
+    layers[1].fuse.armed = ("F", Slot.MOE_COMBINE)
+    gc.collect()
+    gc.disable()
+    try:
+        with Runner(streams=streams) as runner, pytest.raises(StepError) as caught:
+            runner.run(schedules.forward_forward(chunk.shape, 2), chunk, batches)
+        assert caught.value.__traceback__ is not None
+        assert len(seen) == 4
+        assert [ref() for ref in seen] == [None] * 4
+    finally:
+        gc.enable()
+
+
 def _remember(layers: list[toy.Toy], seen: list[weakref.ref[Tensor]]) -> None:
     """Keep weak references to what the linears make."""
 

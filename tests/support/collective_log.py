@@ -1,10 +1,11 @@
-"""Which collectives the steps of a run issue, in order, on each lane."""
+"""Which collectives the steps of a run issue over groups of several ranks, in order, on each lane."""
 
 from __future__ import annotations
 
 import threading
 from typing import Any
 
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layernodes import Step
@@ -21,8 +22,9 @@ class _Noting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation."""
-        if func.namespace == "c10d":
-            self.found.append((str(self.step), str(func), str(group_of(args))))
+        name = group_of(args) if func.namespace == "c10d" else None
+        if name is not None and dist.distributed_c10d._resolve_process_group(name).size() > 1:
+            self.found.append((str(self.step), str(func), name))
         return func(*args, **(kwargs or {}))
 
 
