@@ -63,3 +63,11 @@ def test_options_that_the_readme_names_exist(capsys: pytest.CaptureFixture[str])
         main(["demo", "--help"])
     known = capsys.readouterr().out
     assert all(option in known for option in re.findall(r"layernodes demo (--[a-z-]+)", _README))
+
+
+def test_pictures_exist_and_are_small() -> None:
+    """What the README shows is there, and a clone stays quick."""
+    root = Path(__file__).parents[1]
+    pictures = re.findall(r"!\[[^]]+\]\((\S+)\)", _README)
+    assert pictures
+    assert all(0 < (root / name).stat().st_size < 100_000 for name in pictures)

@@ -32,6 +32,8 @@ _MOST_ROWS: Final = 24
 _WIDTH: Final = 15.0
 _ROW_HEIGHT: Final = 1.35
 _FONT: Final = 7.0
+_TITLE: Final = 72
+"""Characters that fit beside the legend."""
 
 
 @final
@@ -107,7 +109,10 @@ def draw(timeline: Timeline, *, title: str | None = None) -> Figure:
     )
     if timeline.peak_activation_bytes:
         facts += f", peak activations {in_bytes(timeline.peak_activation_bytes)}"
-    figure.text(0.06, 1 - 0.3 / height, title or "Timeline", fontsize=12, weight="bold", va="center")
+    heading = title or "Timeline"
+    if len(heading) > _TITLE:
+        heading = f"{heading[: _TITLE - 1]}…"
+    figure.text(0.06, 1 - 0.3 / height, heading, fontsize=12, weight="bold", va="center")
     figure.text(0.06, 1 - 0.58 / height, facts, fontsize=9, va="center")
     handles = [
         Patch(facecolor=look.face, hatch=look.hatch, edgecolor="black", linewidth=0.5, label=look.name)

@@ -114,13 +114,14 @@ def test_longest_first_and_in_words() -> None:
 
 
 def test_no_more_than_would_fill_the_time() -> None:
-    """Of the many things that could run, the first that fill the exposed time are named."""
-    shape = ChunkShape.of(["dense"] * 6 + ["moe"], wgrad=True, pre_process=False, post_process=False)
+    """Of the weight gradients (2 s each) that all could run beside 3 s of combine, the first two are named."""
+    shape = ChunkShape.of(["moe", "dense", "dense"], wgrad=True, pre_process=False, post_process=False)
     order = schedules.deferred(schedules.serial(shape, 1), shape, "end")
     timeline = simulate(order, CostModel.simple(computation=2, communication=3))
-    (dispatch,) = [one for one in find_causes(timeline) if one.step == "B0.L6.moe_dispatch"]
-    assert dispatch.cause is Cause.ORDER
-    assert (dispatch.could_run, dispatch.could_run_seconds) == (("W0.L6.mlp",), 2)
+    (combine,) = [one for one in find_causes(timeline) if one.step == "B0.L0.moe_combine"]
+    assert combine.cause is Cause.ORDER
+    assert combine.could_run == ("W0.L2.mlp", "W0.L2.pre_dispatch_computation")
+    assert combine.could_run_seconds == 4
 
 
 def test_causes_cover_the_exposed_time() -> None:

@@ -157,7 +157,7 @@ def test_labels_do_not_overlap(layers: int, rows: int) -> None:
     """At 4 and at 60 layers no text lies over another or off the page, and most steps have a label."""
     shape, costs = ChunkShape.of(["moe"] * layers, wgrad=True), PRESETS["deepseek-v3"].costs()
     timeline = simulate(pairs.combined_1f1b(shape, shape), costs)
-    figure = plot.draw(timeline, title="A title")
+    figure = plot.draw(timeline, title="A title that is longer than there is room for beside the legend. " * 2)
     assert len(figure.axes) == rows
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     figure.draw(renderer)
