@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 import layernodes
 import layernodes.megatron
+import layernodes.pipelining
 from layernodes import testing
 
 FILE = Path(__file__).with_suffix(".txt")
@@ -24,7 +25,9 @@ def surface() -> str:
     """One line a name, in alphabetical order."""
     lines = [line for name in layernodes.__all__ for line in _lines(name, getattr(layernodes, name))]
     lines += [line for name in testing.__all__ for line in _lines(f"testing.{name}", getattr(testing, name))]
-    lines += [*_lines("megatron.schedule", layernodes.megatron.schedule)]
+    lines += _lines("megatron.schedule", layernodes.megatron.schedule)
+    for name in layernodes.pipelining.__all__:
+        lines += _lines(f"pipelining.{name}", getattr(layernodes.pipelining, name))
     return "\n".join(sorted(lines)) + "\n"
 
 
