@@ -1,40 +1,91 @@
 """The command line: ``layernodes COMMAND ...``, also as ``python -m layernodes COMMAND ...``.
 
-A command is one ``Command``, in a file of its own; it is listed in ``COMMANDS`` and nowhere else. This is the only
-module that prints. Exit codes: 0 as wanted, 1 not so (a mismatch, an error), 2 wrong usage, 130 interrupted.
+A command is one ``Command``, in a file of its own; it is listed in ``COMMANDS`` and nowhere else, and its file is
+imported when it is called, so that help needs neither torch nor Megatron-Core. This is the only module that prints.
+Exit codes: 0 as wanted, 1 not so (a mismatch, an error), 2 wrong usage, 130 interrupted.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 from layernodes.command import Command, UsageError
-from layernodes.commands.check import CHECK
-from layernodes.commands.explain import EXPLAIN
-from layernodes.commands.optimize import OPTIMIZE
-from layernodes.commands.plot import PLOT
-from layernodes.commands.profile import PROFILE
-from layernodes.commands.run import RUN
-from layernodes.commands.show import SHOW
-from layernodes.commands.simulate import SIMULATE
-from layernodes.commands.trace import TRACE
-from layernodes.demo.command import DEMO
 from layernodes.errors import LayerNodesError
 
-COMMANDS: Final[tuple[Command, ...]] = (DEMO, RUN, PROFILE, CHECK, SHOW, SIMULATE, OPTIMIZE, EXPLAIN, TRACE, PLOT)
+
+class Entry(NamedTuple):
+    """A subcommand that is not imported yet: module and name of its ``Command``, and its summary."""
+
+    module: str
+    name: str
+    summary: str
+
+    def load(self) -> Command:
+        """Import it."""
+        command: Command = getattr(importlib.import_module(self.module), self.name)
+        return command
+
+
+COMMANDS: Final[Mapping[str, Entry]] = {
+    "demo": Entry(
+        "layernodes.demo.command",
+        "DEMO",
+        "run a Megatron-Core MoE model on real text, plainly and through the nodes, and compare them bit for bit",
+    ),
+    "run": Entry(
+        "layernodes.commands.run",
+        "RUN",
+        "run a Megatron-Core MoE model under a schedule and compare it with the plain model bit for bit",
+    ),
+    "profile": Entry(
+        "layernodes.commands.profile",
+        "PROFILE",
+        "measure what the steps of a Megatron-Core MoE model cost here, and write the costs to a file",
+    ),
+    "check": Entry(
+        "layernodes.commands.check",
+        "CHECK",
+        "say whether a schedule is valid, and if not, everything that is wrong with it",
+    ),
+    "show": Entry("layernodes.commands.show", "SHOW", "draw a schedule, one row a step, one column a stream"),
+    "simulate": Entry(
+        "layernodes.commands.simulate",
+        "SIMULATE",
+        "predict a schedule's timeline, or read a measured one, and what it adds up to",
+    ),
+    "optimize": Entry(
+        "layernodes.commands.optimize", "OPTIMIZE", "choose the best schedule for given costs, and say how good it is"
+    ),
+    "explain": Entry(
+        "layernodes.commands.explain",
+        "EXPLAIN",
+        "say why communication is exposed in a run or a schedule, and what would help",
+    ),
+    "trace": Entry(
+        "layernodes.commands.trace", "TRACE", "write a predicted timeline for ui.perfetto.dev or chrome://tracing"
+    ),
+    "plot": Entry("layernodes.commands.plot", "PLOT", "draw a predicted or measured timeline (needs layernodes[plot])"),
+    "doctor": Entry(
+        "layernodes.commands.doctor", "DOCTOR", "say which versions, devices and features are usable here, and why not"
+    ),
+}
 """All subcommands, in the order of the help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code; ``arguments`` defaults to the process's own."""
-    parser = _parser()
-    name = parser.prog
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    called = next((word for word in given if not word.startswith("-")), "")
+    name = "layernodes"
     try:
-        options = parser.parse_args(arguments)
+        parser = _parser(called)
+        name = parser.prog
+        options = parser.parse_args(given)
         command: Command = options.command
         name = f"{parser.prog} {command.name}"
         return command.run(options, _write)
@@ -54,14 +105,16 @@ class _Parser(ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
-def _parser() -> ArgumentParser:
+def _parser(called: str) -> ArgumentParser:
     parser = _Parser(prog="layernodes", description="Transformer layers as typed nodes, over Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"layernodes {_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        subparser = commands.add_parser(command.name, help=command.summary, description=command.summary)
-        command.add_arguments(subparser)
-        subparser.set_defaults(command=command)
+    for name, entry in COMMANDS.items():
+        subparser = commands.add_parser(name, help=entry.summary, description=entry.summary)
+        if name == called:
+            command = entry.load()
+            command.add_arguments(subparser)
+            subparser.set_defaults(command=command)
     return parser
 
 

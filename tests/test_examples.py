@@ -79,3 +79,12 @@ class TestOwnLayer:
         text = (_FOLDER / "own_moe.py").read_text()
         assert len(text.splitlines()) < 150
         assert "megatron" not in text.replace("Megatron-Core is used", "")
+
+
+def test_dual_pipe_v() -> None:
+    """torch's pipelining, with and without interleaved slots."""
+    lines = _run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(_FOLDER / "dual_pipe_v.py"))
+    assert sorted(lines) == [
+        "bitwise equal: 16 losses and gradients of rank 0",
+        "bitwise equal: 8 losses and gradients of rank 1",
+    ]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import layernodes
+from tests.public_surface import FILE, surface
 
 
 @pytest.mark.parametrize("name", layernodes.__all__)
@@ -30,3 +31,11 @@ def test_submodules_are_attributes() -> None:
     assert layernodes.megatron.install is layernodes.install
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = layernodes.nothing
+
+
+def test_surface_is_frozen() -> None:
+    """What goes or changes its parameters is seen here before a user sees it; CHANGELOG says what a version may do."""
+    assert surface() == FILE.read_text(), (
+        "the public surface differs from tests/public_surface.txt; if that is meant, say so in CHANGELOG.md and run "
+        "python -m tests.public_surface"
+    )

@@ -1,0 +1,45 @@
+"""``layernodes doctor``: what it says of this machine is so, and what keeps the package from running is a problem."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import version
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from layernodes.cli import main
+from layernodes.doctor import PACKAGES, diagnose, find_problems
+
+
+def test_it_says_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert f"python {platform.python_version()}" in out
+    assert f"megatron-core {version('megatron-core')}" in out
+    assert "nothing keeps layernodes from running here" in out
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["packages"]) == set(PACKAGES)
+    usable = {feature["name"]: feature["usable"] for title in ("streams", "backends") for feature in found[title]}
+    assert usable["cuda"] == torch.accelerator.is_available()
+    assert usable["gloo"] == dist.is_gloo_available()
+    assert usable["nccl"] == (dist.is_nccl_available() and torch.cuda.is_available())
+    assert all(feature["reason"] for feature in found["features"] if not feature["usable"])
+
+
+def test_problems() -> None:
+    good = diagnose().packages
+    assert find_problems(good, (3, 12)) == []
+    assert "use 3.12 or newer" in find_problems(good, (3, 11))[0]
+    assert "pip install layernodes" in find_problems({**good, "torch": None}, (3, 12))[0]
+    for wrong in ("0.19.1", "0.20.0", "1.0"):
+        (problem,) = find_problems({**good, "megatron-core": wrong}, (3, 13))
+        assert f"megatron-core {wrong} is not supported" in problem
+    assert find_problems({**good, "megatron-core": "0.19.3+local"}, (3, 13)) == []
