@@ -43,7 +43,7 @@ FEATURES: Final[dict[str, Cell]] = {
     "ends-with-attention": hybrid_cell("E*"),
     "ends-with-mixer": hybrid_cell("-EM"),
     "padding-aux": hybrid_cell("*EME", padding=True, config=_AUX),
-    "packed": hybrid_cell("*E-", core_attention="own", batch=1, seq=12, packed=(5, 4, 3)),
+    "packed": hybrid_cell("M*EG-", core_attention="own", batch=1, seq=12, packed=(5, 4, 3)),
     "packed-samples": hybrid_cell(
         "*E", core_attention="own", batch=1, seq=12, packed=(6, 6), tokens_per_sample=6, padding=True, config=_AUX
     ),
