@@ -75,6 +75,15 @@ def test_shape_and_description_tell() -> None:
     assert repr(chunk.layers[0]).startswith("LayerPlan(MambaLayer + TransformerLayer + MoETransformerLayer: pre_disp")
 
 
+def test_notes_of_each_layer_are_told_once() -> None:
+    """What is done otherwise than in the plain layers."""
+    config = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    (plan,) = ChunkPlan.build(make_model(hybrid_cell("*E", config=config))).layers
+    (note,) = plan.describe().notes
+    assert note.startswith("full recompute is not done")
+    assert str(plan.describe()).endswith(f"note: {note}")
+
+
 def test_mtp_stack_is_one_logical_layer() -> None:
     """Whatever ``group`` says: the layers behind the MoE layer run in its last slot."""
     cell = hybrid_cell("*", mtp=1, mtp_pattern="M*E-")
