@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import layernodes
 from layernodes import ChunkPlan, LayerPlan, NodeStateError, Runner, StepError, UnsupportedLayerError, schedules
 from layernodes.nodes import base
-from layernodes.plan import layer_plan
+from layernodes.plan import forward_funcs
 from tests.support.build import make_microbatches, make_model
 from tests.support.compare import run_cell
 from tests.support.configs import CELLS, Cell, by_name
@@ -478,7 +478,7 @@ def _count_copies(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         copies["outputs and handoffs"] += found is not tensor
         return found
 
-    for module in (base, layer_plan):
+    for module in (base, forward_funcs):
         monkeypatch.setattr(module, "copied", counted_copied)
     monkeypatch.setattr(base, "_own", counted_own)
     return copies

@@ -110,11 +110,28 @@ def test_it_learns(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(losses[-5:]) / 5 < losses[0] / 2
 
 
+def test_a_hybrid_model(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same losses plainly and under schedules, of the default pattern and of another; it learns."""
+    for options in ([], ["--pattern", "*E-*-", "--mtp", "--tied"]):
+        hybrid = ["--model", "hybrid", "--steps", "6", "--lr", "1e-2", *options]
+        plain = _losses(example, capsys, *hybrid)
+        assert plain[-1] < plain[0]
+        assert _losses(example, capsys, *hybrid, "--schedule", "combined_1f1b", "--wgrad", "auto") == plain
+    from bytes_hybrid import layer_pattern  # noqa: PLC0415 - it lies outside the package
+
+    with pytest.raises(SystemExit, match="does not divide by 4 stages"):
+        layer_pattern(example.read_options(["--layers", "2", "--pp", "2", "--vpp", "2"]))
+
+
 @pytest.mark.full
-@pytest.mark.skipif(not FULL, reason="starts six launchers; in `make full`")
+@pytest.mark.skipif(not FULL, reason="starts nine launchers; in `make full`")
 @pytest.mark.parametrize(
     "world_size, layout",
-    [(2, ["--ep", "2", "--distributed-optimizer", "--bf16"]), (4, ["--ep", "2", "--pp", "2", "--vpp", "2"])],
+    [
+        (2, ["--ep", "2", "--distributed-optimizer", "--bf16"]),
+        (4, ["--ep", "2", "--pp", "2", "--vpp", "2"]),
+        (4, ["--ep", "2", "--pp", "2", "--vpp", "2", "--model", "hybrid", "--mtp"]),
+    ],
 )
 def test_launched(world_size: int, layout: list[str]) -> None:
     """``torchrun`` on two and on four processes."""

@@ -1,4 +1,4 @@
-"""A small byte-level MoE GPT for Megatron-Core: processes, model, data. Nothing here knows of layernodes."""
+"""A small byte-level MoE model for Megatron-Core: processes, model, data. Nothing here knows of layernodes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bytes_hybrid import build_hybrid, num_layers
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
@@ -44,7 +45,7 @@ def make_config(options: Namespace) -> TransformerConfig:
     """A usual Megatron-Core configuration; what needs a GPU or Transformer Engine is off."""
     dtype = torch.bfloat16 if options.bf16 else torch.float32
     return TransformerConfig(
-        num_layers=options.layers,
+        num_layers=num_layers(options) if options.model == "hybrid" else options.layers,
         hidden_size=options.hidden,
         num_attention_heads=4,
         ffn_hidden_size=4 * options.hidden,
@@ -83,23 +84,27 @@ def build_chunks(options: Namespace, config: TransformerConfig) -> list[Module]:
 
 
 def _build_chunk(options: Namespace, config: TransformerConfig, vp_stage: int | None) -> Module:
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    arguments: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "max_sequence_length": options.seq,
+        "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        "position_embedding_type": "rope",
+        "share_embeddings_and_output_weights": options.tied,
+        "vp_stage": vp_stage,
+    }
+    build = build_hybrid if options.model == "hybrid" else _build_gpt
+    model: Module = build(config, options, **arguments).to(torch.cuda.current_device())
+    return Float16Module(config, model.bfloat16()) if options.bf16 else model
+
+
+def _build_gpt(config: TransformerConfig, options: Namespace, **arguments: Any) -> GPTModel:
+    stage = arguments["vp_stage"]
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
     mtp = None
     if options.mtp:
-        mtp = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False, vp_stage=vp_stage)
-    model: Module = GPTModel(
-        config=config,
-        transformer_layer_spec=block,
-        vocab_size=VOCABULARY,
-        max_sequence_length=options.seq,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=options.tied,
-        mtp_block_spec=mtp,
-        vp_stage=vp_stage,
-    ).to(torch.cuda.current_device())
-    return Float16Module(config, model.bfloat16()) if options.bf16 else model
+        mtp = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False, vp_stage=stage)
+    return GPTModel(config=config, transformer_layer_spec=block, mtp_block_spec=mtp, **arguments)
 
 
 def batches(text: bytes, options: Namespace, step: int) -> Iterator[dict[str, Tensor]]:

@@ -1,7 +1,8 @@
-"""Train a small byte-level MoE GPT with Megatron-Core's own loop, DDP and optimizer; plainly, or under a schedule.
+"""Train a small byte-level MoE model with Megatron-Core's own loop, DDP and optimizer; plainly, or under a schedule.
 
     python train_bytes.py                                                       # one process, plainly
     python train_bytes.py --schedule combined_1f1b --wgrad auto                 # the same bits, in another order
+    python train_bytes.py --model hybrid --pattern "*E*-" --schedule combined_1f1b    # attention, MoE and MLP layers
     torchrun --nproc-per-node 2 train_bytes.py --ep 2 --schedule early_release
     torchrun --nproc-per-node 4 train_bytes.py --pp 2 --vpp 2 --ep 2 --schedule mine.txt --mtp --tied
 
@@ -46,6 +47,8 @@ def read_options(arguments: list[str] | None = None) -> Namespace:
     """The command line."""
     parser = ArgumentParser(description=__doc__.split("\n")[0], formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
+    add("--model", choices=["gpt", "hybrid"], default="gpt", help="class of the model: GPTModel or HybridModel")
+    add("--pattern", help="layers of a hybrid model, | between pipeline stages (default: *E for each of --layers)")
     add("--schedule", help="a built-in pair schedule's name, or a .txt or .json file; without it, Megatron-Core's own")
     add("--wgrad", choices=["off", "auto"], default="off", help="auto: defer weight gradients")
     add("--streams", choices=["auto", "cuda", "threads", "inline"], default="auto")

@@ -88,6 +88,15 @@ def test_explicit_groups(pattern: str, explicit: str) -> None:
     assert bench.check(random_schedule(bench, 3)) == []
 
 
+def test_the_output_of_an_empty_part_is_not_its_input() -> None:
+    """A pipeline frees what it sent on; the tensor that it received stays."""
+    bench = Bench(FEATURES["empty-middle"])
+    run = bench.run(schedules.serial(bench.chunk().shape, 3))
+    hidden = bench.microbatches[0].hidden_states
+    assert hidden is not None
+    assert run["output/0"].data_ptr() != hidden.data_ptr()
+
+
 def test_two_ranks() -> None:
     """Expert and tensor parallelism on two ranks, with random delays: plain bits."""
     found = values_on_ranks("tests.support.hybrid_ranks:equal_plain", TWO_RANKS, seconds=400)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
 import layernodes
 from layernodes import ChunkPlan, LayerPlan, Runner, Slot, UnsupportedLayerError, schedules
-from tests.support.build import make_model, reset_globals
+from tests.support.build import _layer_spec, make_model, reset_globals
+from tests.support.compare import run_cell
+from tests.support.configs import Cell
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
+from tests.support.handed import handed_over
 from tests.support.hybrid_cells import hybrid_cell
 
 pytestmark = MEGATRON_WORLD
@@ -92,6 +97,24 @@ def test_slots_that_are_not_there() -> None:
     assert funcs.mlp(None, hidden) is hidden
     with pytest.raises(NotImplementedError):
         funcs.moe_dispatch(None, hidden)
+
+
+@pytest.mark.parametrize("left_out", [("mlp", "mlp_bda", "pre_mlp_layernorm"), ("self_attention", "self_attn_bda")])
+@pytest.mark.parametrize("layers", ["DM", "MD"])
+def test_in_a_gpt_model_under_megatrons_plan(left_out: tuple[str, ...], layers: str) -> None:
+    """First or last in a ``GPTModel``: Megatron-Core's plan, which calls all five slots, gives the plain bits."""
+
+    def spec(cell: Cell, config: Any, *, is_moe: bool) -> Any:
+        made = _layer_spec(cell, config, is_moe=is_moe)
+        if not is_moe:
+            for name in left_out:
+                setattr(made.submodules, name, IdentityFuncOp if name.endswith("bda") else IdentityOp)
+        return made
+
+    cell = Cell(name="gpt", layers=layers)
+    with mock.patch("tests.support.build._layer_spec", spec):
+        verdicts = [run_cell(cell, context) for context in (layernodes.install, handed_over)]
+    assert [verdict.status for verdict in verdicts] == ["right", "right"]
 
 
 def test_moe_layer_without_attention_has_no_hook_for_it() -> None:

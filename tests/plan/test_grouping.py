@@ -5,12 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from layernodes import ChunkPlan, ExtraSlot, LayerPlan, PlanError, ScheduleNode, Slot, StreamType, UnsupportedLayerError
+from layernodes import (
+    AttentionNode,
+    ChunkPlan,
+    ExtraSlot,
+    LayerPlan,
+    LayerRegistry,
+    MixerNode,
+    NodeContext,
+    PlanError,
+    ScheduleNode,
+    Slot,
+    StreamType,
+    UnsupportedLayerError,
+    schedules,
+)
 from tests.support.build import make_model
 from tests.support.configs import Cell
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
 from tests.support.hybrid_cells import hybrid_cell
+from tests.support.runs import Bench
 
 pytestmark = MEGATRON_WORLD
 
@@ -56,6 +73,15 @@ def test_shape_and_description_tell() -> None:
     ]
     assert description.nodes[0].writes.keys() == {"residual", "shared_expert_output", "pass_to_dispatch"}
     assert repr(chunk.layers[0]).startswith("LayerPlan(MambaLayer + TransformerLayer + MoETransformerLayer: pre_disp")
+
+
+def test_notes_of_each_layer_are_told_once() -> None:
+    """What is done otherwise than in the plain layers."""
+    config = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    (plan,) = ChunkPlan.build(make_model(hybrid_cell("*E", config=config))).layers
+    (note,) = plan.describe().notes
+    assert note.startswith("full recompute is not done")
+    assert str(plan.describe()).endswith(f"note: {note}")
 
 
 def test_mtp_stack_is_one_logical_layer() -> None:
@@ -107,6 +133,36 @@ def test_two_moe_layers_in_one_mtp_stack_are_refused() -> None:
     with pytest.raises(UnsupportedLayerError, match="with 2 MoE layers in its stack") as raised:
         ChunkPlan.build(make_model(hybrid_cell("*", mtp=1, mtp_pattern="EE")))
     assert (raised.value.field, raised.value.value) == ("mtp_layer_pattern", "EE")
+
+
+def test_first_and_last_is_one_layer_of_a_group() -> None:
+    """What a user's node is told of its layer is what it would be told outside a group."""
+    told: dict[str, tuple[bool, bool]] = {}
+
+    class Attention(AttentionNode):
+        def forward(self, ctx: NodeContext, *inputs: Any) -> Any:
+            told["*"] = ctx.is_first_layer, ctx.is_last_layer
+            return super().forward(ctx, *inputs)
+
+    class Mixer(MixerNode):
+        def forward(self, ctx: NodeContext, *inputs: Any) -> Any:
+            told["M"] = ctx.is_first_layer, ctx.is_last_layer
+            return super().forward(ctx, *inputs)
+
+    bench = Bench(hybrid_cell("M*"))
+    pre = Slot.PRE_DISPATCH_COMPUTATION
+    registry = LayerRegistry().register(TransformerLayer, {pre: Attention}).register(MambaLayer, {pre: Mixer})
+    chunk = ChunkPlan.build(bench.model, registry=registry)
+    assert len(chunk.layers) == 1
+    bench.run(schedules.serial(chunk.shape, 3), chunk=chunk)
+    assert told == {"M": (True, False), "*": (False, True)}
+
+
+@pytest.mark.parametrize("config, wanted", [({}, False), ({"attention_dropout": 0.1}, True)])
+def test_a_group_draws_where_one_of_its_layers_does(config: dict[str, float], wanted: bool) -> None:
+    """Steps that draw random numbers run in the schedule's order; others need not."""
+    node = ChunkPlan.build(make_model(hybrid_cell("*E", config=config))).layers[0].nodes[Slot.PRE_DISPATCH_COMPUTATION]
+    assert node.touches_rng() is wanted
 
 
 def test_joining_plans() -> None:

@@ -57,9 +57,10 @@ class StandInMixer(MegatronModule):
         both, _bias = self.in_proj(hidden_states)
         values, gates = both.chunk(2, dim=-1)
         keep = torch.sigmoid(self.decay).to(values.dtype)
+        starts = {0} if packed_seq_params is None else set(packed_seq_params.cu_seqlens_q.tolist())
         state, rows = torch.zeros_like(values[0]), []
-        for row in values:
-            state = keep * state + row
+        for position, row in enumerate(values):
+            state = row if position in starts else keep * state + row
             rows.append(state)
         mixed = torch.stack(rows) @ self.mix.to(values.dtype)
         output: tuple[Tensor, Tensor | None] = self.out_proj(mixed * torch.nn.functional.silu(gates))

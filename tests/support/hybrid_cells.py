@@ -12,6 +12,7 @@ from tests.support.configs import Cell
 
 _AUX: Final = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2}
 _DROPOUT: Final = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+_FULL: Final = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _MLA: Final = {
     "multi_latent_attention": True,
     "q_lora_rank": 16,
@@ -43,7 +44,7 @@ FEATURES: Final[dict[str, Cell]] = {
     "ends-with-attention": hybrid_cell("E*"),
     "ends-with-mixer": hybrid_cell("-EM"),
     "padding-aux": hybrid_cell("*EME", padding=True, config=_AUX),
-    "packed": hybrid_cell("*E-", core_attention="own", batch=1, seq=12, packed=(5, 4, 3)),
+    "packed": hybrid_cell("M*EG-", core_attention="own", batch=1, seq=12, packed=(5, 4, 3)),
     "packed-samples": hybrid_cell(
         "*E", core_attention="own", batch=1, seq=12, packed=(6, 6), tokens_per_sample=6, padding=True, config=_AUX
     ),
@@ -60,6 +61,11 @@ FEATURES: Final[dict[str, Cell]] = {
     "recompute": hybrid_cell(
         "M*E-", config={"recompute_granularity": "selective", "recompute_modules": ["layernorm", "core_attn", "mlp"]}
     ),
+    "recompute-full": hybrid_cell("M*E-", config=_FULL),
+    "recompute-full-mtp": hybrid_cell("*E", mtp=1, config=_FULL),
+    "mup": hybrid_cell("*E", mtp=1, config={"use_mup": True, "mup_base_hidden_size": 16}),
+    "fp32-residual": hybrid_cell("M*E-", config={"fp32_residual_connection": True}),
+    "qk-norm-rms": hybrid_cell("*E-", config={"qk_layernorm": True, "normalization": "RMSNorm"}),
     "chunks": hybrid_cell("*E-", config={"mlp_chunks_for_training": 2}),
     "no-final-norm": hybrid_cell("*E", final_norm=False),
     "first-chunk": hybrid_cell("M*E", post_process=False),
