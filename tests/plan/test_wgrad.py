@@ -115,3 +115,16 @@ def test_only_the_first_layer_waits() -> None:
     assert str(placed[-7:]).split() == [
         f"B0.L0.{PRE}", "B1.L0.mlp", "W1.L0.mlp", "B1.L0.moe_dispatch", f"B1.L0.{PRE}", f"W0.L0.{PRE}", f"W1.L0.{PRE}",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ["F0 B0 F1 B1", "F0 F1 B0 B1"])
+def test_first_layer_waits_for_the_next_pass_where_the_chunk_has_no_ends(order: str) -> None:
+    """Of layers alone: until the first step, named or not passed through, of any other pass."""
+    shape = ChunkShape.of(["dense", "dense"], pre_process=False, post_process=False, wgrad=[PRE, MLP])
+    forward = [f"L0.{PRE}", "L0.mlp", f"L1.{PRE}", "L1.mlp"]
+    steps = [f"{p}.{at}" for p in order.split() for at in (forward if p[0] == "F" else reversed(forward))]
+    found = [str(step) for step in schedules.deferred(Schedule.parse(" ".join(steps)), shape, "first_layer_last")]
+    after = found.index(f"W0.L0.{PRE}")
+    following = f"F1.L0.{PRE}" if order.startswith("F0 B0") else "B1.L1.mlp"
+    assert found[after - 1 : after + 2] == [f"B0.L0.{PRE}", f"W0.L0.{PRE}", following]
+    assert found[-1] == f"W1.L0.{PRE}"
