@@ -97,7 +97,7 @@ def test_real_streams() -> None:
 
 
 class Counted(Middle):
-    """Draws random numbers, and counts its forwards in a buffer."""
+    """Draws random numbers, and counts its forwards in a buffer and in a counter of Megatron-Core's routers."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__(layer)  # type: ignore[arg-type]
@@ -105,6 +105,7 @@ class Counted(Middle):
 
     def forward(self, ctx: NodeContext, *inputs: torch.Tensor) -> torch.Tensor:
         self.layer.count += 1  # type: ignore[operator]
+        self.layer.ga_steps += 1  # type: ignore[operator]
         return Dropout(0.5)(super().forward(ctx, *inputs))
 
     def touches_rng(self) -> bool:
@@ -117,6 +118,15 @@ def test_the_model_is_left_as_it_was() -> None:
     layer.register_buffer("count", torch.zeros(()))
     layer.first.weight.grad = torch.full_like(layer.first.weight, 3.0)
     layer.second.weight.main_grad = torch.full_like(layer.second.weight, 4.0)  # type: ignore[assignment]
+    layer.ga_steps = torch.zeros(())
+
+    def gather(weight: torch.Tensor) -> None:  # as Megatron-Core's DDP does
+        weight.main_grad.add_(weight.grad)  # type: ignore[attr-defined]
+        weight.grad = None
+        gathered.append(weight)
+
+    gathered: list[torch.Tensor] = []
+    layer.second.weight.register_post_accumulate_grad_hook(gather)
     before = layer.first.weight.grad
     chunk = chunk_of([layer], mlp=Counted)
     batch = inputs(1)[0]
@@ -127,7 +137,8 @@ def test_the_model_is_left_as_it_was() -> None:
         assert torch.equal(before, torch.full_like(before, 3.0))
         assert layer.second.weight.grad is None
         assert torch.equal(layer.second.weight.main_grad, torch.full_like(before, 4.0))  # type: ignore[arg-type]
-        assert layer.count == 0
+        assert gathered
+        assert layer.count == layer.ga_steps == 0
         assert batch.grad is None
         assert torch.equal(torch.get_rng_state(), states[0])
         assert get_cuda_rng_tracker().get_states().keys() == states[1].keys()

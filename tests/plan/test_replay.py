@@ -69,13 +69,12 @@ def test_random_schedules(streams: str, wgrad: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("name", ["combined_1f1b", "forward_forward"])
-def test_a_real_model(name: str) -> None:
+def test_a_real_model() -> None:
     """A Megatron-Core model on threads."""
     bench = Bench(by_name("alltoall-mtp-ep1"))
     bench.reset()
     chunk = bench.chunk(split_combine=True)
     count = len(bench.microbatches)
     with Runner("threads") as runner:
-        result = runner.run(schedules.BUILT_IN[name](chunk.shape, count), chunk, bench.batches(), bench.loss_grads())
+        result = runner.run(schedules.combined_1f1b(chunk.shape, count), chunk, bench.batches(), bench.loss_grads())
     check_replay(result.timeline, chunk.shape, count)
