@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -112,3 +113,20 @@ def test_float16_wrapper() -> None:
     run = bench.run(schedules.serial(bench.chunk().shape, 3), chunk=ChunkPlan.build(wrapped), streams="inline")
     assert expected.dtype is torch.float32
     assert torch.equal(run["output/0"], expected)
+
+
+def _num_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("name", ["every-kind", "mtp-two-tied", "mla", "recompute"])
+def test_runs_leave_no_tensor(name: str) -> None:
+    """After the first run, the number of live tensors does not grow."""
+    bench = Bench(FEATURES[name])
+    order = schedules.combined_1f1b(bench.chunk().shape, len(bench.microbatches))
+    counts = []
+    for _ in range(4):
+        bench.run(order, streams="threads")
+        counts.append(_num_tensors())
+    assert counts[1] == counts[-1]
