@@ -2,7 +2,7 @@
 
 BIN := .venv/bin
 
-.PHONY: help demo test full soak bench lint
+.PHONY: help demo test full soak bench lint docs
 
 help:  ## Show the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -34,3 +34,7 @@ lint:  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
 	$(BIN)/mypy --strict tests/typed_sample.py
+
+docs:  ## The documentation, into site/; any warning is an error
+	@sh scripts/bootstrap.sh docs
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

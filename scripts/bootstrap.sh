@@ -1,5 +1,5 @@
 #!/bin/sh
-# Make .venv with layernodes and the extra named by $1 (test or dev), unless it is there and up to date.
+# Make .venv with layernodes and the extra named by $1 (test, dev or docs), unless it is there and up to date.
 set -eu
 cd "$(dirname "$0")/.."
 extra="${1:-test}"

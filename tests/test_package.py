@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from layernodes.cli import main
+
 _ROOT = Path(__file__).parents[1]
 _DEMO = ("demo", "--layers", "1", "--hidden", "16", "--experts", "4", "--microbatches", "2", "--json")
 
@@ -100,21 +102,24 @@ class TestBuild:
 class TestInstalled:
     """What the wheel does in an environment of its own, from an empty directory."""
 
-    def test_demo_has_the_same_verdict(self, python: Path, tmp_path: Path) -> None:
-        here = json.loads(_call(sys.executable, "-m", "layernodes", *_DEMO, folder=_ROOT))
+    def test_demo_has_the_same_verdict(self, python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(_DEMO) == 0
+        here = json.loads(capsys.readouterr().out)
         there = json.loads(_call(str(python.with_name("layernodes")), *_DEMO, folder=tmp_path))
         assert there["verdict"] == here["verdict"]
         assert there["verdict"]["equal"] is True
 
-    def test_it_is_the_wheel_that_runs(self, python: Path, tmp_path: Path) -> None:
-        program = "import layernodes, layernodes.cpu as c; print(layernodes.__file__); print(c.__file__)"
-        for line in _call(str(python), "-c", program, folder=tmp_path).splitlines():
-            assert Path(line).is_relative_to(python.parents[1])
-        assert _call(str(python.with_name("layernodes")), "--version", folder=tmp_path) == f"layernodes {_version()}\n"
-
-    def test_a_users_program_runs(self, python: Path, tmp_path: Path) -> None:
+    def test_a_users_program_runs_on_the_wheel(self, python: Path, tmp_path: Path) -> None:
         shutil.copy(_ROOT / "tests" / "typed_sample.py", tmp_path)
-        _call(str(python), "typed_sample.py", folder=tmp_path)
+        program = (
+            "import layernodes, layernodes.cpu, typed_sample\n"
+            "assert typed_sample.main()\n"
+            "print(layernodes.__file__)\n"
+            "print(layernodes.cpu.__file__)\n"
+        )
+        lines = _call(str(python), "-c", program, folder=tmp_path).splitlines()
+        assert [Path(line).is_relative_to(python.parents[1]) for line in lines] == [True, True]
+        assert _call(str(python.with_name("layernodes")), "--version", folder=tmp_path) == f"layernodes {_version()}\n"
 
 
 def _version() -> str:
