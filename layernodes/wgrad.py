@@ -329,8 +329,7 @@ def find_hook(ctx: object, node: object) -> StoreHook | None:
     """The hook of ``node`` for the microbatch of ``ctx``; None where nobody will drain one.
 
     A caller keeps the hooks of a slot on its context (``bwd_dw_callables``), and those of the communication slots
-    with an
-    earlier slot of the layer; each is noted on the layer state as its context comes by.
+    with an earlier slot of the layer; each is noted on the layer state as its context comes by.
     """
     state = ctx.layer_state.__dict__  # type: ignore[attr-defined]
     noted: dict[int, StoreHook] = state.setdefault(_HOOKS, {})

@@ -1,11 +1,9 @@
 """Megatron-Core's local column and row parallel linears with their weight gradient deferred.
 
 Their own ``backward_dw`` does nothing. ``deferring_parallel_linears`` puts a function of ours in the place of a
-linear's
-``_forward_impl`` for the forward of one node. Mirrors ``LinearWithGradAccumulationAndAsyncCommunication`` of
-megatron-core
-0.19: tensor parallel with asynchronous all-reduce of the input's gradient, sequence parallel, and fusion into
-``main_grad``.
+linear's ``_forward_impl`` for the forward of one node. Mirrors ``LinearWithGradAccumulationAndAsyncCommunication`` of
+megatron-core 0.19: tensor parallel with asynchronous all-reduce of the input's gradient, sequence parallel, and fusion
+into ``main_grad``.
 """
 
 from __future__ import annotations

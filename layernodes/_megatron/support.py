@@ -105,8 +105,7 @@ def check_padding_mask(padding_mask: Any, layers: Iterable[Any]) -> None:
         if getattr(router, "enable_expert_bias", False):
             raise UnsupportedLayerError(
                 "a router with expert bias cannot take a padding mask, the plain layer fails on it too (it "
-                "combines a map "
-                "of [tokens, experts] with a mask of [tokens]); leave padding_mask out, or switch "
+                "combines a map of [tokens, experts] with a mask of [tokens]); leave padding_mask out, or switch "
                 "moe_router_enable_expert_bias off",
                 field="moe_router_enable_expert_bias",
                 value=True,
@@ -181,8 +180,7 @@ def _check_moe_layer(layer: TransformerLayer) -> None:
     if layer.training and moe.attn_tp_group.size() > 1 and not config.sequence_parallel:
         raise UnsupportedLayerError(
             "a MoE layer with tensor parallelism cannot be trained without sequence parallelism, the plain "
-            "layer refuses "
-            "it too; set sequence_parallel=True",
+            "layer refuses it too; set sequence_parallel=True",
             field="sequence_parallel",
             value=config.sequence_parallel,
         )

@@ -30,8 +30,7 @@ class CombineNode(LayerNode):
     ======= =====================================================================================================
 
     Mirrors ``MoELayer.combine`` and ``postprocess``, and ``TransformerLayer._forward_post_mlp``. The exchange comes
-    first,
-    so that it starts at once and the rest does not compete with another microbatch's computation meanwhile.
+    first, so that it starts at once and the rest does not compete with another microbatch's computation meanwhile.
     """
 
     slot = Slot.MOE_COMBINE

@@ -147,8 +147,7 @@ class ChunkPlan:
 
         Args:
             batch: the keyword arguments of ``model.forward`` (and ``hidden_states`` for a chunk without pre-process);
-            for
-                ``ChunkPlan.of`` the input tensor, or the tensor and a dict of attributes for the chunk state.
+                for ``ChunkPlan.of`` the input tensor, or the tensor and a dict of attributes for the chunk state.
         """
         return ChunkRun(self, self._chunk, batch)
 

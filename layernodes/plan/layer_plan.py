@@ -15,10 +15,7 @@ from layernodes._megatron.layer_kinds import LayerKind, inner_layers, kind_of, p
 from layernodes._megatron.support import notes_on
 from layernodes._megatron.wgrad import delays_wgrads
 from layernodes.errors import PlanError, UnsupportedLayerError
-from layernodes.nodes import (
-    ScheduleNode,
-    WgradHook,
-)
+from layernodes.nodes import ScheduleNode, WgradHook
 from layernodes.nodes.group import group_nodes, is_grouped
 from layernodes.plan.describe import LayerDescription, describe_layer
 from layernodes.plan.forward_funcs import ForwardFuncs, forward_funcs
@@ -131,8 +128,7 @@ class LayerPlan:
             if kind is not LayerKind.OTHER and isinstance(slot, Slot) and slot not in factories:
                 raise PlanError(
                     f"{type(layer).__name__} ({kind.value}) has no slot {slot.value!r} to put "
-                    f"{spelling(factory)} into; "
-                    f"its slots are {names_of(factories)}"
+                    f"{spelling(factory)} into; its slots are {names_of(factories)}"
                 )
             factories[slot] = factory
         built = {slot: build_node(factories[slot], slot, layer) for slot in in_order(factories)}
@@ -169,7 +165,7 @@ class LayerPlan:
         if not parts:
             raise PlanError("no layer plans to join; give at least one")
         nodes = group_nodes([(plan.layer, plan.nodes) for plan in parts])
-        for _slot, node in nodes.items():
+        for node in nodes.values():
             if is_grouped(node) and any(n.wgrad_parameters for p in parts for n in p.nodes.values()):
                 node.defer_wgrads()
         return LayerPlan(ModuleList(plan.layer for plan in parts), nodes, LayerKind.OTHER, None, parts)

@@ -1,8 +1,7 @@
 """A schedule compiled for one chunk: what each step runs, on which lane, and what it waits for.
 
 Contract: a lane is a stream's steps in schedule order (a FIFO). A step waits for the steps of the *other* lane that
-must be
-done before it; of those, only the latest matters, since lanes are FIFO::
+must be done before it; of those, only the latest matters, since lanes are FIFO::
 
     must be done before a step:    its predecessors in the rules
                                    the step before it that touches random generators, if it does too

@@ -7,8 +7,7 @@ once; the program sees to that. Within that, two modes:
     per_step   before a forward step, each generator gets the state that follows from
                    sha256(digest of all states at the start of the run, microbatch, layer, slot, generator's name)
                and after the run the one of a step "end", so that every valid order draws the same numbers and leaves
-               the
-               same states behind
+               the same states behind
 
 Ranks whose states differ at the start (data or expert parallel) differ in every step, and ranks whose states are equal
 (tensor parallel) agree, per generator: the digest is taken of each generator's own state.

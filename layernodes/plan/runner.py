@@ -81,8 +81,7 @@ class Runner:
         streams: ``"auto"``, ``"cuda"`` (any accelerator), ``"threads"``, ``"inline"`` or ``"recording"``; or an object,
             such as ``RecordingStreams()``, of which the caller keeps hold.
         rng: ``"plain"``: random numbers are drawn in the order in which steps run; ``"per_step"``: each step's depend
-        on the
-            state at the start, its microbatch, layer and slot alone, so that every order gives the same bits.
+            on the state at the start, its microbatch, layer and slot alone, so that every order gives the same bits.
         before_step, after_step: called with each step, on its thread, around it.
         layer_hooks: called around each layer's passes, in ``run``; for ``run_pair``, ``ChunkRun.add_hooks``.
 

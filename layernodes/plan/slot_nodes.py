@@ -93,8 +93,7 @@ def check_handoffs(nodes: Mapping[SlotKey, ScheduleNode]) -> None:
     for name in writers.keys() - readers.keys():
         raise PlanError(
             f"{type(writers[name]).__name__} writes {name!r}, which no later slot of this layer reads; it would "
-            f"never be "
-            f"freed: let a later node declare it in 'reads' and take it, or do not write it"
+            f"never be freed: let a later node declare it in 'reads' and take it, or do not write it"
         )
 
 
