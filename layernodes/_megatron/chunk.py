@@ -61,11 +61,9 @@ class ModelChunk(ABC):
                 self.mtp_layers = self.mtp_layers[:1] * int(mtp.config.mtp_num_layers)
         self.has_post_process = bool(self.model.post_process)
         self._shared = SharedParameters.of(self.model)
-
-    @classmethod
-    def arguments(cls) -> tuple[str, ...]:
-        """The parameters of the model's ``forward``, in order."""
-        return tuple(name for name in inspect.signature(cls.model_class.forward).parameters if name != "self")
+        self._arguments = tuple(
+            name for name in inspect.signature(self.model_class.forward).parameters if name != "self"
+        )
 
     @property
     def symbols(self) -> tuple[str, ...] | None:
@@ -82,7 +80,7 @@ class ModelChunk(ABC):
         state: Any = ChunkState()
         arguments = dict(batch)
         state.hidden_states = arguments.pop("hidden_states", None)
-        names = self.arguments()
+        names = self._arguments
         unknown = sorted(arguments.keys() - set(names))
         if unknown:
             raise BatchError(

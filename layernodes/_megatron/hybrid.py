@@ -93,8 +93,10 @@ class HybridChunk(ModelChunk):
         received = model.decoder.input_tensor
         if not model.pre_process:
             model.set_input_tensor(given)  # rotary embeddings read their length off it
-        state.rotary_pos_emb = _rotary(model, hidden, state.packed_seq_params)
-        model.set_input_tensor(received)
+        try:
+            state.rotary_pos_emb = _rotary(model, hidden, state.packed_seq_params)
+        finally:
+            model.set_input_tensor(received)
         assert hidden is not None
         hidden = self._begin_decoder(state, hidden)
         return self._end_decoder(state, hidden) if not self.decoder_layers else hidden

@@ -28,15 +28,19 @@ def kept_state(modules: Iterable[Module]) -> Iterator[None]:
         for name in _COUNTERS
         if name in module.__dict__
     ]
-    gradients = [_take_gradient(parameter) for parameter in parameters]
+    main_grads = [(parameter, *_main_grad(parameter)) for parameter in parameters]
     generators = Generators()
     states = generators.states()
+    gradients = [parameter.grad for parameter in parameters]  # set aside only when nothing above can run out of memory
     try:
+        for parameter in parameters:
+            parameter.grad = None
         yield
     finally:
-        for parameter, (grad, main_grad, was_added) in zip(parameters, gradients, strict=True):
-            parameter.grad = grad
-            held: Any = parameter
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        held: Any
+        for held, main_grad, was_added in main_grads:
             if main_grad is not None:
                 held.main_grad.copy_(main_grad)
             if was_added is not None:
@@ -49,12 +53,10 @@ def kept_state(modules: Iterable[Module]) -> Iterator[None]:
         generators.restore(states)
 
 
-def _take_gradient(parameter: Parameter) -> tuple[Tensor | None, Tensor | None, bool | None]:
-    """What a parameter has gathered; its ``grad`` is set aside, so that it need not be copied."""
-    grad, parameter.grad = parameter.grad, None
+def _main_grad(parameter: Parameter) -> tuple[Tensor | None, bool | None]:
+    """A copy of what a parameter has gathered in ``main_grad``, and whether its ``grad`` is in it already."""
     main_grad = getattr(parameter, "main_grad", None)
     return (
-        grad,
         main_grad.detach().clone() if isinstance(main_grad, Tensor) else None,
         getattr(parameter, "grad_added_to_main_grad", None),
     )

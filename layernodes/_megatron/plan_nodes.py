@@ -26,10 +26,12 @@ from layernodes._megatron.chunk_ends import post_process, pre_process
 from layernodes._megatron.shared_parameters import StandIns, shared_gradients_of, shared_parameters_of
 from layernodes._megatron.streams import current_lane
 from layernodes.release import release_inputs
+from layernodes.state import carried
 from layernodes.streams import autocasts
 from layernodes.wgrad import Site
 
 _LATE: Final = "layernodes_late_stand_ins"
+_AUTOCASTS: Final = "layernodes_autocasts"
 
 
 class _PlanNode:
@@ -40,10 +42,11 @@ class _PlanNode:
     _deferred: frozenset[int] = frozenset()
     _is_drained = True
     layer_state: Any
+    chunk_state: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._autocasts = autocasts()
+        self._autocasts = carried(self.chunk_state, _AUTOCASTS, autocasts)  # looked for once a microbatch
 
     def default_backward_func(self, outputs: tuple[Any, ...], output_grad: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run autograd from ``outputs``; the gradients of the inputs and parameters accumulate."""

@@ -10,7 +10,7 @@ import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
-from layernodes import BatchError, ChunkPlan, Runner, UnsupportedLayerError, schedules
+from layernodes import BatchError, ChunkPlan, Runner, StepError, UnsupportedLayerError, schedules
 from layernodes.megatron import schedule
 from tests.support.build import make_model
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
@@ -98,6 +98,20 @@ def test_decoder_input_in_place_of_tokens() -> None:
     assert torch.equal(output.detach(), result.outputs[0])
     assert plain.grad is not None
     assert torch.equal(plain.grad, result.input_grads[0])
+
+
+def test_a_failed_pre_process_leaves_the_input_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the pipeline set on the decoder stands there again, and no tensor of the microbatch."""
+    bench = Bench(FEATURES["last-chunk"])
+
+    def fail(*_: Any, **__: Any) -> int:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(bench.model.rotary_pos_emb, "get_rotary_seq_len", fail)
+    before = bench.model.decoder.input_tensor
+    with Runner(streams="inline") as runner, pytest.raises(StepError, match="planted"):
+        runner.run(schedules.serial(bench.chunk().shape, 1), bench.chunk(), bench.batches()[:1])
+    assert bench.model.decoder.input_tensor is before
 
 
 @pytest.mark.parametrize("group", [False, True])

@@ -200,3 +200,21 @@ def test_an_empty_chunk_is_refused() -> None:
     """There is nothing to measure."""
     with pytest.raises(layernodes.CostError, match="no steps were measured"):
         layernodes.profile(ChunkPlan.of([]), inputs(1)[0], streams="inline", repetitions=1)
+
+
+class _NoMemory(torch.Tensor):
+    """A gradient that cannot be copied."""
+
+    def detach(self) -> torch.Tensor:
+        raise MemoryError("planted")
+
+
+def test_no_gradient_is_lost_where_memory_runs_out() -> None:
+    """While the gradients that are to be kept are copied, none has been taken away yet."""
+    (layer,) = toys(1)
+    first, *_, last = layer.parameters()
+    first.grad = before = torch.ones_like(first)
+    last.main_grad = torch.zeros(1).as_subclass(_NoMemory)  # type: ignore[attr-defined]
+    with pytest.raises(MemoryError, match="planted"):
+        layernodes.profile(chunk_of([layer]), inputs(1)[0], repetitions=1, streams="inline")
+    assert first.grad is before
