@@ -75,12 +75,11 @@ class ChunkStage(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The chunk's forward of one microbatch; ``x`` and the result have one shape."""
-        with torch.enable_grad():
-            run = self._chunk.open(x)
-            if self._meeting is None:
-                self.run_pair(pairs.serial, run, None, None)
-            else:
-                self._meeting.go_forward(run)
+        run = self._chunk.open(x)
+        if self._meeting is None:
+            self.run_pair(pairs.serial, run, None, None)
+        else:
+            self._meeting.go_forward(run)
         if not torch.is_grad_enabled():
             run.discard()
             output: Tensor = run.output

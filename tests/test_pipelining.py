@@ -48,7 +48,9 @@ def test_what_does_not_fit_is_refused() -> None:
         other = leaf.detach().requires_grad_()
         (expected,) = torch.autograd.grad(chunk.layers[0].layer(other).sum(), other)
         assert torch.equal(gradient, expected)
-        with torch.no_grad():
+        saved: list[torch.Tensor] = []
+        with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: leaf):
             assert torch.equal(stage(leaf), output)
+        assert saved == []
     with pytest.raises(OptionError, match=r"str has no OVERLAP_F_B actions; use torch's ScheduleDualPipeV"):
         overlap("schedule")  # type: ignore[arg-type]

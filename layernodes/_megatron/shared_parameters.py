@@ -49,7 +49,7 @@ class SharedParameters:
 
     @staticmethod
     def of(model: Any) -> SharedParameters:
-        """Find them in a ``GPTModel`` chunk."""
+        """Find them in a chunk of a ``GPTModel`` or ``HybridModel``."""
         depths = int(model.config.mtp_num_layers or 0) if getattr(model, "mtp", None) is not None else 0
         embedding = tuple(_sites(model.embedding)) if getattr(model, "embedding", None) is not None else ()
         tied: tuple[Site, ...] = ()
