@@ -19,7 +19,7 @@ Bytes are not measured: activations count as nothing in the costs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from types import TracebackType
 from typing import Any, Final, Self, final
@@ -92,21 +92,10 @@ def profile(
         raise OptionError(
             f"repetitions={repetitions}, warmup={warmup}; give 1 repetition or more, and a warm-up of 0 or more"
         )
-    alone = schedules.deferred(schedules.serial(chunk.shape, 1), chunk.shape, WgradPlace.END)
-    beside = schedules.combined_1f1b(chunk.shape, _OVERLAPPED)
-    overlaps = any(slot.stream is StreamType.COMM and not slot.passthrough for _, slot in chunk.shape.places())
-    runs: list[Timeline] = []
-    overlapped: list[Timeline] = []
     with kept_state(chunk.modules), Runner(streams) as runner, _Peers(group, chunk) as peers:
-        for repetition in range(-warmup, repetitions):
-            peers.meet()
-            run = runner.run(alone, chunk, [batch], [loss_grad]).timeline
-            if overlaps:
-                peers.meet()
-                other = runner.run(beside, chunk, [batch] * _OVERLAPPED, [loss_grad] * _OVERLAPPED).timeline
-            if repetition >= 0:
-                runs.append(run)
-                overlapped += [other] if overlaps else []
+        measured = list(_measure(chunk, batch, loss_grad, runner, peers, warmup + repetitions))[warmup:]
+        runs = [run for run, _ in measured]
+        overlapped = [other for _, other in measured if other is not None]
         slowdown = peers.largest(torch.tensor([_slowdown(runs, overlapped)], dtype=torch.float64)).item()
         costs = costs_of_timelines(_agree(runs, peers), chunk.shape, name=name)
     assert costs.measurement is not None
@@ -119,6 +108,23 @@ def profile(
             ),
         }
     )
+
+
+def _measure(
+    chunk: ChunkPlan, batch: Any, loss_grad: Any, runner: Runner, peers: _Peers, count: int
+) -> Iterator[tuple[Timeline, Timeline | None]]:
+    """One microbatch alone, and some that overlap; None where the chunk has no communication."""
+    alone = schedules.deferred(schedules.serial(chunk.shape, 1), chunk.shape, WgradPlace.END)
+    beside = schedules.combined_1f1b(chunk.shape, _OVERLAPPED)
+    overlaps = any(slot.stream is StreamType.COMM and not slot.passthrough for _, slot in chunk.shape.places())
+    for _ in range(count):
+        peers.meet()
+        run = runner.run(alone, chunk, [batch], [loss_grad]).timeline
+        other = None
+        if overlaps:
+            peers.meet()
+            other = runner.run(beside, chunk, [batch] * _OVERLAPPED, [loss_grad] * _OVERLAPPED).timeline
+        yield run, other
 
 
 def _agree(runs: Sequence[Timeline], peers: _Peers) -> list[Timeline]:

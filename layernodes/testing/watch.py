@@ -41,7 +41,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in t
     def __init__(self, raise_at: tuple[str, int] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.num_operations: Counter[str] = Counter()
-        self.has_raised = False
         self._raise_at = raise_at
         self._step = "no step"
         self._made: list[_Made] = []
@@ -63,7 +62,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in t
         number = self.num_operations[self._step]
         self.num_operations[self._step] += 1
         if self._raise_at == (self._step, number):
-            self.has_raised = True
             raise PlantedError(f"planted at operation {number} of {self._step}, {func}")
         made = self._addresses
         self._given |= {storage._cdata for storage in _storages([args, kwargs or {}])} - made
