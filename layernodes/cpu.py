@@ -82,6 +82,8 @@ class CpuHost:
             )
         with ExitStack() as stack:
             if not torch.cuda.is_available():
+                with torch.device("cpu"):  # torch notes its factories at the first use of a default device, for good
+                    torch.empty(0)
                 _apply(stack, self)
                 self._active = True
             self._undo = stack.pop_all()

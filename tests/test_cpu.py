@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from megatron.core.fusions.fused_bias_swiglu import swiglu
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_layer, moe_utils, shared_experts, token_dispatcher
 from torch._dynamo import trace_rules
+from torch.utils._device import _device_constructors
 
 import layernodes.cpu
 from layernodes._cpu_device import share_storage
@@ -130,6 +132,14 @@ def test_a_host_can_be_entered_again() -> None:
     for _ in range(2):
         with host:
             assert host.active
+
+
+def test_a_default_device_works_inside_and_afterwards() -> None:
+    """Torch looks its factories up once, at the first use of a default device, which may be inside."""
+    _device_constructors.cache_clear()
+    for context in (cpu_host(), nullcontext()):
+        with context, torch.device("meta"):
+            assert {torch.empty(1).device.type, torch.tensor(1).device.type} == {"meta"}
 
 
 def test_nothing_happens_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
