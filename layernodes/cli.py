@@ -85,9 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parser = _parser(called)
         name = parser.prog
-        options = parser.parse_args(given)
+        options, unknown = parser.parse_known_args(given)
         command: Command = options.command
         name = f"{parser.prog} {command.name}"
+        if unknown:
+            raise UsageError(f"unrecognized arguments: {' '.join(unknown)} (see {name} --help)")
         return command.run(options, _write)
     except UsageError as error:
         _complain(name, error)

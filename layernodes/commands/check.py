@@ -23,6 +23,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 def _run(args: Namespace, write: Write) -> int:
     """Validate; 1 if the schedule is invalid."""
     schedule, shape = schedule_of(args), shape_of(args)
+    what = "pair" if isinstance(schedule, PairSchedule) else f"{args.microbatches} microbatches"
     forward = args.forward or args.schedule == "forward_only"
     try:
         if isinstance(schedule, PairSchedule):
@@ -36,12 +37,11 @@ def _run(args: Namespace, write: Write) -> int:
         if args.json:
             write_json(write, {"valid": False, "violations": [asdict(violation) for violation in error.violations]})
         else:
-            write(f"invalid: {error}")
+            write(f"invalid for {shape}, {what}: {error}")
         return 1
     if args.json:
         write_json(write, {"valid": True, "violations": []})
     else:
-        what = "pair" if isinstance(schedule, PairSchedule) else f"{args.microbatches} microbatches"
         write(f"valid: {len(schedule)} steps for {shape}, {what}")
     return 0
 

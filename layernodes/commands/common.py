@@ -110,6 +110,8 @@ def schedule_of(args: argparse.Namespace) -> Schedule | PairSchedule:
             raise UsageError(f"there is no file {args.schedule}")
         return (PairSchedule if args.pair else Schedule).load(args.schedule)
     shape = shape_of(args)
+    if args.wgrad_place is not None and not args.wgrad:
+        raise UsageError(f"--wgrad-place is {args.wgrad_place}, but nothing is deferred; add --wgrad")
     if args.microbatches < 1:
         raise UsageError(f"--microbatches is {args.microbatches}; give 1 or more")
     early = args.schedule == _EARLY
@@ -160,6 +162,12 @@ def is_trace_file(name: str) -> bool:
     """Whether this is the name of a file that holds a trace of a timeline."""
     path = Path(name)
     return path.suffix == ".json" and path.is_file() and is_trace(path.read_text(encoding="utf-8", errors="replace"))
+
+
+def check_folder(name: str, path: str | None) -> None:
+    """Raise UsageError, before anything runs, where a file that is to be written has no folder."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise UsageError(f"--{name} is {path}, and there is no such folder; make it first")
 
 
 def write_json(write: Write, value: object) -> None:

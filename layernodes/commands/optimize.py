@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Final
 
 from layernodes.command import Command, Write
-from layernodes.commands.common import add_costs, add_json, add_shape, costs_of, shape_of, write_json
+from layernodes.commands.common import add_costs, add_json, add_shape, check_folder, costs_of, shape_of, write_json
 from layernodes.plan.optimization import Optimized, Progress
 from layernodes.plan.optimize import optimize_pair_with_report, optimize_with_report
 from layernodes.plan.schedule import PairSchedule, Schedule
@@ -25,6 +25,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 def _run(args: Namespace, write: Write) -> int:
     """Optimize, and print the report."""
+    check_folder("output", args.output)
     shape, costs = shape_of(args), costs_of(args)
     is_terminal = sys.stderr.isatty()
     progress = _show if is_terminal else None

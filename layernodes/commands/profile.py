@@ -6,7 +6,8 @@ from argparse import ArgumentParser, Namespace
 from typing import Final
 
 from layernodes.command import Command, UsageError, Write
-from layernodes.commands.run import add_chunk_arguments, check_folder
+from layernodes.commands.common import check_folder
+from layernodes.commands.run import add_chunk_arguments
 from layernodes.demo.command import add_model_arguments, settings_of
 from layernodes.demo.data import make_microbatches, read_text
 from layernodes.demo.model import build_model

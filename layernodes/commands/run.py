@@ -9,6 +9,7 @@ from typing import Final
 from pydantic import BaseModel, ConfigDict
 
 from layernodes.command import Command, UsageError, Write
+from layernodes.commands.common import check_folder
 from layernodes.demo.command import add_model_arguments, settings_of
 from layernodes.demo.compare import run_plain
 from layernodes.demo.data import make_microbatches, read_text
@@ -25,6 +26,7 @@ from layernodes.plan.runner import Runner, StreamKind
 from layernodes.plan.schedule import Schedule
 from layernodes.plan.shape import ChunkShape
 from layernodes.plan.wgrad import WgradPlace
+from layernodes.slots import Phase
 
 
 class RunReport(BaseModel):
@@ -33,6 +35,7 @@ class RunReport(BaseModel):
     Attributes:
         schedule: its name or file. steps: how many it has. shape: the model's, in words.
         streams, wgrad: what it ran with.
+        same_draws: whether the forwards run in the plain model's order, so that dropout draws the same masks.
         makespan: seconds from the first step's start to the last one's end, on rank 0.
         seconds_plain, seconds_run: wall time of each pass, on rank 0.
         verdict: whether everything was bit for bit equal, on every rank.
@@ -45,6 +48,7 @@ class RunReport(BaseModel):
     shape: str
     streams: str
     wgrad: str
+    same_draws: bool
     makespan: float
     seconds_plain: float
     seconds_run: float
@@ -78,7 +82,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
     )
     add_chunk_arguments(parser)
     places = [str(place) for place in WgradPlace]
-    parser.add_argument("--wgrad-place", choices=places, default="next_comm", help="where a built-in puts its W steps")
+    parser.add_argument("--wgrad-place", choices=places, help="where a built-in puts its W steps (default: next_comm)")
     parser.add_argument("--trace", metavar="FILE", help="write what ran when, on rank 0, for ui.perfetto.dev")
     parser.add_argument("--plot", metavar="FILE", help="draw it as a .png, .svg or .pdf (needs layernodes[plot])")
 
@@ -92,15 +96,11 @@ def add_chunk_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--split-combine", action="store_true", help="give what follows combine a slot of its own")
 
 
-def check_folder(name: str, path: str | None) -> None:
-    """Raise UsageError, before anything runs, where a file that is to be written has no folder."""
-    if path is not None and not Path(path).absolute().parent.is_dir():
-        raise UsageError(f"--{name} is {path}, and there is no such folder; make it first")
-
-
 def _run(options: Namespace, write: Write) -> int:
     settings = settings_of(options)
     check_settings(settings, num_ranks=num_launched_ranks())
+    if options.wgrad_place is not None and options.wgrad == WgradMode.OFF:
+        raise UsageError(f"--wgrad-place is {options.wgrad_place}, but nothing is deferred; add --wgrad auto")
     for name in ("trace", "plot"):
         check_folder(name, getattr(options, name))
     text = read_text(settings.text)
@@ -118,7 +118,9 @@ def _report(options: Namespace, settings: DemoSettings, content: bytes, world: W
         content, settings.microbatches, rank=world.rank, num_ranks=world.num_ranks, device=world.device
     )
     chunk = ChunkPlan.build(model, split_combine=options.split_combine, wgrad=options.wgrad)
-    schedule = load_schedule(options.schedule, chunk.shape, settings.microbatches, WgradPlace(options.wgrad_place))
+    schedule = load_schedule(
+        options.schedule, chunk.shape, settings.microbatches, WgradPlace(options.wgrad_place or "next_comm")
+    )
     plain = run_plain(model, microbatches, settings.seed, lambda _: None)
     with Runner(options.streams) as runner:
         ours, result = run_schedule(model, microbatches, settings.seed, chunk, schedule, runner)
@@ -133,11 +135,18 @@ def _report(options: Namespace, settings: DemoSettings, content: bytes, world: W
         shape=str(chunk.shape),
         streams=options.streams,
         wgrad=options.wgrad,
+        same_draws=_draws_as_plain(schedule),
         makespan=result.timeline.makespan,
         seconds_plain=plain.seconds,
         seconds_run=ours.seconds,
         verdict=agree(plain, ours, world),
     )
+
+
+def _draws_as_plain(schedule: Schedule) -> bool:
+    """Whether each microbatch goes forward after the whole of the one before."""
+    forwards = [step.microbatch for step in schedule if step.phase is Phase.F]
+    return forwards == sorted(forwards)
 
 
 def _render(report: RunReport) -> str:
@@ -149,6 +158,12 @@ def _render(report: RunReport) -> str:
         "",
         *render_verdict(report.verdict, num_ranks=num_launched_ranks()),
     ]
+    if not report.verdict.equal and not report.same_draws:
+        lines += [
+            "",
+            "This schedule weaves the forwards of microbatches, so dropout draws other masks than in the plain model,",
+            "and the two differ however right the schedule is. To compare them, run it with --no-dropout.",
+        ]
     return "\n".join(lines)
 
 

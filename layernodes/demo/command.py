@@ -36,6 +36,7 @@ def add_model_arguments(parser: ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=int, metavar="N", default=default, help=f"{what} (default: {default})")
     parser.add_argument("--mtp", action="store_true", help="add a multi-token-prediction layer")
     parser.add_argument("--dense-last", action="store_true", help="make the last decoder layer dense")
+    parser.add_argument("--no-dropout", action="store_true", help="leave dropout out (default: 0.1)")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
 
 

@@ -51,14 +51,15 @@ def _make_config(settings: DemoSettings, num_ranks: int) -> TransformerConfig:
     moe_layers = [1] * settings.layers
     if settings.dense_last:
         moe_layers[-1] = 0
+    dropout = 0.0 if settings.no_dropout else 0.1
     return TransformerConfig(
         num_layers=settings.layers,
         hidden_size=settings.hidden,
         num_attention_heads=NUM_HEADS,
         ffn_hidden_size=4 * settings.hidden,
         add_bias_linear=False,
-        hidden_dropout=0.1,
-        attention_dropout=0.1,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
         num_moe_experts=settings.experts,
         moe_layer_freq=moe_layers,
         moe_ffn_hidden_size=2 * settings.hidden,

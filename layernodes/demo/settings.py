@@ -23,7 +23,7 @@ class DemoSettings(BaseModel):
         topk: experts that each token goes to.
         microbatches: microbatches, each of ``BATCH_SIZE`` sequences of ``SEQUENCE_LENGTH`` bytes on every rank.
         mtp: add one multi-token-prediction layer. dense_last: make the last decoder layer dense.
-        seed: seed of the weights and of dropout.
+        seed: seed of the weights and of dropout. no_dropout: leave dropout out.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -37,6 +37,7 @@ class DemoSettings(BaseModel):
     mtp: bool = False
     dense_last: bool = False
     seed: int = 1234
+    no_dropout: bool = False
 
 
 def check_settings(settings: DemoSettings, *, num_ranks: int) -> None:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, NoReturn, final
 
 from torch.nn import Module, ModuleList
 
 from layernodes._megatron.layer_kinds import LayerKind, inner_layers, kind_of, precision_context
 from layernodes._megatron.support import notes_on
 from layernodes._megatron.wgrad import delays_wgrads
-from layernodes.errors import PlanError, UnsupportedLayerError
+from layernodes.errors import OptionError, PlanError, UnsupportedLayerError
 from layernodes.nodes import ScheduleNode, WgradHook
 from layernodes.nodes.group import group_nodes, is_grouped
 from layernodes.plan.describe import LayerDescription, describe_layer
@@ -38,6 +38,10 @@ class WgradMode(StrEnum):
 
     AUTO = "auto"
     OFF = "off"
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        raise OptionError(f"unknown wgrad={value!r}; choose one of {', '.join(repr(str(mode)) for mode in cls)}")
 
 
 _logger = logging.getLogger(__name__)

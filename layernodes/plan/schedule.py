@@ -32,7 +32,12 @@ class StepSequence:
         object.__setattr__(self, "steps", tuple(steps))
         wrong = next((step for step in self.steps if not isinstance(step, Step)), None)
         if wrong is not None:
-            raise ScheduleError(f"{wrong!r} is no Step; use Step.parse(text), or {type(self).__name__}.parse(text)")
+            advice = (
+                "unpack it: [*steps, ...]"
+                if isinstance(wrong, Iterable) and not isinstance(wrong, str)
+                else (f"use Step.parse(text), or {type(self).__name__}.parse(text)")
+            )
+            raise ScheduleError(f"{wrong!r} is no Step; {advice}")
 
     def __iter__(self) -> Iterator[Step]:
         return iter(self.steps)

@@ -6,7 +6,7 @@ off a model; ``ChunkShape.of`` writes one down without a model.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Self, final
 
@@ -217,6 +217,8 @@ class ChunkShape:
         """
         if isinstance(layers, str):
             raise PlanError(f"layers is the text {layers!r}; give a list with one kind a layer, such as [{layers!r}]")
+        if not isinstance(layers, Iterable):
+            raise PlanError(f"layers is {layers!r}; give a list with one kind a layer, such as ['moe', 'moe']")
         if isinstance(mtp, int) and mtp < 0:
             raise PlanError(f"mtp={mtp}; give the number of MTP layers, 0 or more, or the kind of each")
         mtp_kinds = ["moe"] * mtp if isinstance(mtp, int) else mtp

@@ -53,6 +53,12 @@ def build_node(factory: NodeFactory, slot: SlotKey, layer: Module) -> ScheduleNo
     """The node that a factory makes for a slot; PlanError where it makes none for that slot."""
     if not callable(factory):
         raise PlanError(f"nodes[{name_of(slot)}] is {factory!r}; give a node class or a callable that takes the layer")
+    if isinstance(factory, ScheduleNode):
+        name = type(factory).__name__
+        raise PlanError(
+            f"nodes[{name_of(slot)}] is a {name}, made already; "
+            f"give the class, {name}, or a function that takes the layer"
+        )
     node = factory(layer)
     if not isinstance(node, ScheduleNode):
         raise PlanError(

@@ -175,3 +175,33 @@ def test_trace_and_plot(costs: str, tmp_path: Path, capsys: pytest.CaptureFixtur
         assert path.stat().st_size > 1000
         assert main(command, "serial", "--costs", costs, "--layers", "1", "-o", str(path), "--json") == 0
     assert "written to" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["trace", "plot", "optimize"])
+def test_output_without_a_folder(command: str, costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that cannot be written is wrong usage, said before anything is computed."""
+    schedule = [] if command == "optimize" else ["serial"]
+    assert main(command, *schedule, "--costs", costs, "-o", str(tmp_path / "none" / "a.json")) == 2
+    assert "there is no such folder; make it first" in capsys.readouterr().err
+
+
+def test_check_names_what_it_checked_against(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is checked against another shape than its own: the shape stands in the answer."""
+    path = tmp_path / "own.txt"
+    schedules.serial(ChunkShape.of(["dense"]), 1).save(path)
+    assert main("check", str(path), "--layers", "2") == 1
+    assert capsys.readouterr().out.startswith(
+        "invalid for pre_process | L0 moe | L1 moe | post_process, 2 microbatches"
+    )
+
+
+def test_wgrad_place_without_wgrad(capsys: pytest.CaptureFixture[str]) -> None:
+    """A place for W steps where nothing is deferred is wrong usage."""
+    assert main("check", "serial", "--wgrad-place", "end") == 2
+    assert "nothing is deferred; add --wgrad" in capsys.readouterr().err
+
+
+def test_unknown_option_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """The help that an unknown option points to is that of its command."""
+    assert main("check", "serial", "--dense-last") == 2
+    assert "unrecognized arguments: --dense-last (see layernodes check --help)" in capsys.readouterr().err

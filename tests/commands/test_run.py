@@ -34,9 +34,13 @@ def test_run_takes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     shape = ChunkShape.of(["moe", "moe"])
     path = tmp_path / "own.txt"
     schedules.forward_forward(shape, 2).save(path)
-    # Two forwards woven draw dropout in another order than the plain model: the verdict says so.
+    # Two forwards woven draw dropout in another order than the plain model: it says so, and what to do.
     assert main(["run", "--schedule", str(path), *_SMALL]) == 1
-    assert "NOT EQUAL" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "NOT EQUAL" in text
+    assert "run it with --no-dropout" in text
+    assert main(["run", "--schedule", str(path), "--no-dropout", *_SMALL]) == 0
+    assert "bitwise equal" in capsys.readouterr().out
     Schedule(schedules.serial(shape, 2).steps[:-1]).save(path)
     assert main(["run", "--schedule", str(path), *_SMALL]) == 1
     assert "B1.pre_process is missing" in capsys.readouterr().err
@@ -91,3 +95,9 @@ def test_check_says_where_a_file_is_malformed(tmp_path: Path, capsys: pytest.Cap
     assert "bad.txt" in error
     assert "line 2" in error
     assert main(["check", str(tmp_path / "none.txt")]) == 2
+
+
+def test_run_refuses_a_place_for_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """A place for W steps without deferral is wrong usage, before a model is built."""
+    assert main(["run", *_SMALL, "--wgrad-place", "end"]) == 2
+    assert "nothing is deferred; add --wgrad auto" in capsys.readouterr().err

@@ -263,6 +263,11 @@ class TestUndeclaredTensors:
         run = SlotRun(LayerPlan.build(nn.Linear(2, 2), nodes=nodes))
         run.forward(torch.ones(2, requires_grad=True) * 1.0)
 
+    def test_a_forgotten_return(self) -> None:
+        """The node that returned nothing is named, not the next one."""
+        with pytest.raises(NodeStateError, match="First.forward returned None; return a tensor, or a tuple of"):
+            self._run(lambda node, ctx, x: None, lambda node, ctx, x: x * 1.0)
+
     def test_through_the_layer_state(self) -> None:
         """Left on Megatron's shared bag instead of put."""
 

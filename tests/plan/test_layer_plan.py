@@ -23,6 +23,7 @@ from layernodes import (
     LayerNodesError,
     LayerPlan,
     MTPPostNode,
+    OptionError,
     PlanError,
     PreDispatchNode,
     ScheduleNode,
@@ -552,6 +553,10 @@ class TestRefusals:
         ("nodes", "message"),
         [
             (
+                {M: _misfit(M)()},
+                r"nodes\[Slot.MLP\] is a Misfit, made already; give the class, Misfit, or a function",
+            ),
+            (
                 {M: _misfit(C)},
                 r"nodes\[Slot.MLP\] is Misfit, which is a node for moe_combine; put it under its own slot",
             ),
@@ -605,6 +610,11 @@ class TestRefusals:
             UnsupportedLayerError, match=r"Linear is no TransformerLayer .*LayerPlan.build\(layer, nodes="
         ):
             LayerPlan.build(nn.Linear(2, 2))
+
+    def test_an_unknown_wgrad(self) -> None:
+        """The message lists what there is."""
+        with pytest.raises(OptionError, match="unknown wgrad='on'; choose one of 'auto', 'off'"):
+            LayerPlan.build(_layer(), wgrad="on")
 
     def test_a_node_over_a_foreign_layer(self) -> None:
         """The library's nodes run Megatron's layers only."""

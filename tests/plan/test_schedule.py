@@ -70,6 +70,8 @@ def test_types_do_not_mix() -> None:
         schedule + pair  # type: ignore[operator]
     with pytest.raises(ScheduleError, match=r"'F0.L0.a' is no Step; use Step.parse"):
         Schedule(["F0.L0.a"])  # type: ignore[list-item]
+    with pytest.raises(ScheduleError, match=r"is no Step; unpack it: \[\*steps, ...\]"):
+        Schedule([iter(schedule)])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("name", ["s.txt", "s.json", "S.JSON"])

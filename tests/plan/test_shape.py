@@ -110,3 +110,9 @@ def test_refusals() -> None:
     for name in ("L3", "two words", ""):
         with pytest.raises(PlanError, match="cannot name"):
             SlotShape(name=name)
+
+
+def test_a_number_is_no_list_of_layers() -> None:
+    """The message shows the list that is wanted."""
+    with pytest.raises(PlanError, match=r"layers is 2; give a list with one kind a layer, such as \['moe', 'moe'\]"):
+        ChunkShape.of(2)  # type: ignore[arg-type]
