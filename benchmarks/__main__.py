@@ -20,6 +20,7 @@ _ALL = {
     "step_time": ("--repetitions 15", "--layers 1 --hidden 64 --microbatches 1 --repetitions 1"),
     "scaling": ("--repetitions 5", "--repetitions 1"),
     "overlap": ("--repetitions 5", "--layers 1 --microbatches 2 --ratios 1 --repetitions 1"),
+    "prediction": ("--repetitions 5", "--layers 1 --microbatches 2 --repetitions 1"),
     "gpu": ("", ""),
 }
 

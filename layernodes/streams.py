@@ -11,10 +11,12 @@ done too. The three backends give that the same meaning:
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, final
+from typing import Final, Protocol, final, overload
 
 import torch
 
@@ -22,6 +24,7 @@ from layernodes.errors import NodeStateError
 from layernodes.lane import DeviceLane, Lane
 
 NO_WAIT = -1
+_RUNS_AHEAD: Final = 2
 
 
 class Task(Protocol):
@@ -58,7 +61,7 @@ class Task(Protocol):
         ...
 
 
-Spans = list[tuple[float, float]]
+Spans = Sequence[tuple[float, float]]
 """Start and end of each task, by position, in seconds from the start of the run."""
 
 
@@ -81,7 +84,7 @@ class InlineStreams[T: Task]:
 
     def run(self, tasks: Sequence[T], perform: Callable[[T, Lane | None], None]) -> Spans:
         """See ``Streams.run``."""
-        spans: Spans = []
+        spans: list[tuple[float, float]] = []
         clock = time.perf_counter
         start = before = clock()
         for task in tasks:
@@ -107,7 +110,7 @@ class ThreadStreams[T: Task]:
     def run(self, tasks: Sequence[T], perform: Callable[[T, Lane | None], None]) -> Spans:
         """See ``Streams.run``."""
         lanes = [[task for task in tasks if task.lane == lane] for lane in (0, 1)]
-        spans: Spans = [(0.0, 0.0)] * len(tasks)
+        spans = [(0.0, 0.0)] * len(tasks)
         progress = _Progress()
         start = time.perf_counter()
 
@@ -242,6 +245,9 @@ class _ThreadState:
 class DeviceStreams[T: Task]:
     """Two streams of the current accelerator: the caller's current one for compute, one of its own for communication.
 
+    The host does not wait for the device at the end of a run, so that the next one is launched meanwhile; it stays two
+    runs ahead at most, since storages that both streams used come back only when the device is done with them.
+
     Args:
         device: the accelerator; None takes the current one.
 
@@ -256,9 +262,12 @@ class DeviceStreams[T: Task]:
             raise NodeStateError("streams='cuda' needs an accelerator and none is available; use 'threads' or 'inline'")
         self._device = device
         self._comm = torch.Stream(device=device)
+        self._ends: deque[torch.Event] = deque()
 
     def run(self, tasks: Sequence[T], perform: Callable[[T, Lane | None], None]) -> Spans:
-        """See ``Streams.run``; spans are measured on the device."""
+        """See ``Streams.run``; spans are measured on the device, and waited for when they are looked at."""
+        if len(self._ends) == _RUNS_AHEAD:
+            self._ends.popleft().synchronize()
         streams = (torch.accelerator.current_stream(self._device), self._comm)
         on_lane = tuple(DeviceLane(stream) for stream in streams)
         events: list[tuple[torch.Event, torch.Event]] = []
@@ -280,10 +289,41 @@ class DeviceStreams[T: Task]:
         finally:
             torch.accelerator.set_stream(streams[0])
             streams[0].wait_stream(streams[1])
-        streams[0].synchronize()
-        return [(origin.elapsed_time(a) / 1e3, origin.elapsed_time(b) / 1e3) for a, b in events]
+        end = self._event(streams[0])
+        self._ends.append(end)
+        return _DeviceSpans(origin, events, end)
 
     def _event(self, stream: torch.Stream) -> torch.Event:
         event = torch.Event(device=self._device, enable_timing=True)
         event.record(stream)
         return event
+
+
+@final
+class _DeviceSpans(Sequence[tuple[float, float]]):
+    """Spans between events, read off them once somebody looks."""
+
+    def __init__(
+        self, origin: torch.Event, events: Sequence[tuple[torch.Event, torch.Event]], end: torch.Event
+    ) -> None:
+        self._origin = origin
+        self._events = events
+        self._end = end
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[float, float]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[tuple[float, float]]: ...
+
+    def __getitem__(self, index: int | slice) -> tuple[float, float] | Sequence[tuple[float, float]]:
+        return self._seconds[index]
+
+    @functools.cached_property
+    def _seconds(self) -> list[tuple[float, float]]:
+        self._end.synchronize()
+        since = self._origin.elapsed_time
+        return [(since(began) / 1e3, since(ended) / 1e3) for began, ended in self._events]

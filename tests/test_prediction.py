@@ -21,9 +21,9 @@ _CLOSE = 0.03
 def test_predictions_are_close_and_rank_the_schedules_right() -> None:
     """Four schedules, medians of 5: the median error is at most 15 %, and what is faster was predicted to be faster."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "benchmarks/prediction.py", "--repetitions", "5", "--json"],
+        [sys.executable, "-W", "ignore", "-m", "benchmarks.prediction", "--repetitions", "5", "--json"],
         cwd=_ROOT,
-        env={**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=900,

@@ -19,6 +19,7 @@ from torch.nn import Linear
 from layernodes import ChunkPlan, LayerPlan, NodeContext, NodeStateError, Runner, ScheduleNode, Slot, StreamType
 from layernodes import schedules as built_in
 from layernodes.streams import NO_WAIT, DeviceStreams, InlineStreams, ThreadStreams
+from tests.support.device import StandInEvent, stand_in_device
 
 COMPUTE, COMM = 0, 1
 
@@ -277,3 +278,19 @@ def test_device_streams_without_an_accelerator() -> None:
     else:
         with pytest.raises(NodeStateError, match="use 'threads' or 'inline'"):
             DeviceStreams()
+
+
+def test_the_host_runs_ahead_of_a_device() -> None:
+    """By two runs; it waits for the device where somebody looks at the times, and once."""
+    with stand_in_device():
+        streams = DeviceStreams[_Task](torch.device("cuda"))
+        tasks = _tasks((COMPUTE, NO_WAIT), (COMM, 0))
+        StandInEvent.num_awaited = 0
+        awaited, spans = [], []
+        for _ in range(4):
+            spans.append(streams.run(tasks, lambda task, lane: None))
+            awaited.append(StandInEvent.num_awaited)
+        assert awaited == [0, 0, 1, 2]
+        assert list(spans[0]) == [(0.0, 0.0)] * 2
+        assert (len(spans[0]), spans[0][1], spans[0][:1]) == (2, (0.0, 0.0), [(0.0, 0.0)])
+        assert StandInEvent.num_awaited == 3

@@ -95,7 +95,7 @@ class RecordingStreams:
         recorder = _Recorder(self.records)
         clocks = ([0, 0], [0, 0])
         marks: tuple[list[_Mark], list[_Mark]] = ([], [])
-        spans: Spans = []
+        spans: list[tuple[float, float]] = []
         clock = time.perf_counter
         start = clock()
         for op in tasks:

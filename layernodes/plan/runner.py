@@ -174,11 +174,11 @@ class Runner:
         backward: ChunkRun | None,
         loss_grad: Any = None,
         calls: Mapping[Call, Callable[[], None]] | None = None,
-    ) -> Timeline:
+    ) -> RunResult:
         """Run a pair: the forward of one chunk run against the backward of another, opened in an earlier call.
 
-        The output is then at ``forward.output``, the input's gradient at ``backward.input_grad``; ``forward`` stays
-        open.
+        The output is then at ``forward.output``, the input's gradient at ``backward.input_grad``, and both in what is
+        returned, at the pair's microbatches 0 and 1; ``forward`` stays open.
 
         Args:
             schedule: ``F0`` steps of ``forward``, ``B1`` and ``W1`` steps of ``backward``.
@@ -204,7 +204,12 @@ class Runner:
             with nullcontext() if present is None else present.run_context():
                 spans = self._perform(compiled, runs, groups, grads, calls)
             _check_drained([backward])
-            return _timeline(compiled.program, spans)
+            return RunResult(
+                outputs=(None if forward is None else forward.output, None),
+                input_grads=(None, None if backward is None else backward.input_grad),
+                _program=compiled.program,
+                _spans=spans,
+            )
         except BaseException:
             for run in runs:
                 if run is not None:

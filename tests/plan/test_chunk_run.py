@@ -55,8 +55,11 @@ def _through_pairs(forward: Bench, backward: Bench, make: Any, streams: str) -> 
         run_b = chunk_b.open(b)
         runner.run_pair(make(chunk_b.shape, None), run_b, None)
         run_a = chunk_a.open(a)
-        timeline = runner.run_pair(make(chunk_a.shape, chunk_b.shape), run_a, run_b, loss_grad=backward.loss_grads()[0])
-        assert timeline.intervals
+        result = runner.run_pair(make(chunk_a.shape, chunk_b.shape), run_a, run_b, loss_grad=backward.loss_grads()[0])
+        assert result.timeline.intervals
+        assert result.outputs[0] is run_a.output
+        assert result.outputs[1] is None and result.input_grads[0] is None
+        assert result.input_grads[1] is run_b.input_grad
         runner.run_pair(make(None, chunk_a.shape), None, run_a, loss_grad=forward.loss_grads()[0])
     found = []
     for bench, run in ((forward, run_a), (backward, run_b)):

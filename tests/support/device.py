@@ -40,12 +40,19 @@ class StandInStream:
 class StandInEvent:
     """An event."""
 
+    num_awaited = 0
+    """How often the host has waited for one."""
+
     def __init__(self, **_: Any) -> None:
         self.seen: set[str] = set()
 
     def record(self, stream: StandInStream) -> None:
         """See what the stream knows now."""
         self.seen = set(stream.known)
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        type(self).num_awaited += 1
 
     def elapsed_time(self, other: StandInEvent) -> float:
         """No time passes here."""
