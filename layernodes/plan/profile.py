@@ -36,6 +36,7 @@ from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.costs import CostModel
 from layernodes.plan.measured import costs_of_timelines
 from layernodes.plan.program import Op
+from layernodes.plan.ranks import side_group
 from layernodes.plan.runner import Runner, StreamKind
 from layernodes.plan.timeline import Interval, Timeline
 from layernodes.plan.wgrad import WgradPlace
@@ -156,14 +157,12 @@ class _Peers:
 
     def __init__(self, group: ProcessGroup | None, chunk: ChunkPlan) -> None:
         groups: Iterable[ProcessGroup] = chunk.exchange_groups if group is None else [group]
-        ranks = dict.fromkeys(tuple(dist.get_process_group_ranks(one)) for one in groups)
-        self._ranks = [members for members in ranks if len(members) > 1]
+        by_ranks = {tuple(dist.get_process_group_ranks(one)): one for one in groups}
+        self._mains = {members: one for members, one in by_ranks.items() if len(members) > 1}
         self._groups: list[Any] = []
 
     def __enter__(self) -> Self:
-        self._groups = [
-            dist.new_group(list(members), backend="gloo", use_local_synchronization=True) for members in self._ranks
-        ]
+        self._groups = [side_group(main) for main in self._mains.values()]
         return self
 
     def __exit__(
@@ -175,7 +174,7 @@ class _Peers:
     @property
     def num_ranks(self) -> int:
         """How many ranks agree."""
-        return len({rank for members in self._ranks for rank in members}) or 1
+        return len({rank for members in self._mains for rank in members}) or 1
 
     def meet(self) -> None:
         """Return when all ranks have called it, so that they begin together."""

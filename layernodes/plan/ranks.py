@@ -63,12 +63,16 @@ class RankCheck:
 
     def _side_group(self, ranks: tuple[int, ...], main: ProcessGroup) -> ProcessGroup:
         if ranks not in self._side_groups:
-            group = dist.new_group(
-                list(ranks), backend="gloo", timeout=_timeout_of(main), use_local_synchronization=True
-            )
-            assert isinstance(group, ProcessGroup)
-            self._side_groups[ranks] = group
+            self._side_groups[ranks] = side_group(main)
         return self._side_groups[ranks]
+
+
+def side_group(main: ProcessGroup) -> ProcessGroup:
+    """A CPU group of the same ranks, which waits for a rank as long as ``main`` does; all of them call it."""
+    ranks = dist.get_process_group_ranks(main)
+    group = dist.new_group(ranks, backend="gloo", timeout=_timeout_of(main), use_local_synchronization=True)
+    assert isinstance(group, ProcessGroup)
+    return group
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta | None:
