@@ -47,6 +47,7 @@ def make_link() -> str:
     for i, (name, address) in enumerate(zip(NAMESPACES, ADDRESSES, strict=True)):
         commands += [
             f"ip -n {name} addr add {address}/24 dev lnveth{i}",
+            f"ip -n {name} link set lnveth{i} mtu 15000",
             f"ip -n {name} link set lnveth{i} up",
             f"ip -n {name} link set lo up",
         ]

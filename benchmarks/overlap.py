@@ -32,16 +32,16 @@ from layernodes.demo.data import make_microbatches, read_text
 from layernodes.demo.model import build_model
 from layernodes.demo.settings import DemoSettings
 
-CALIBRATION = 2
-"""Repetitions of the run that sets the link's rate."""
+CALIBRATIONS = 2
+"""Runs that set the link's rate, and the repetitions of each."""
 
 
 def main() -> int:
     """Run the worker's half, or set the link up, start both workers at each ratio, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ratios", type=float, nargs="+", default=[1 / 3, 1 / 1.5, 1.0])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--microbatches", type=int, default=6)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", action="store_true")
@@ -69,11 +69,12 @@ def main() -> int:
 
 def _limit(free: dict[str, Any], ratio: float, options: argparse.Namespace) -> None:
     """Set the link's rate so that exchanges take ``ratio`` times as long as computation, their fixed cost included."""
-    wire = free["serial"]["compute"] * ratio
-    limit_link(8 * free["bytes"] / wire)
-    serial = _run_workers(options, only_serial=True)["serial"]
-    fixed = serial["comm"] - wire
-    limit_link(8 * free["bytes"] / max(serial["compute"] * ratio - fixed, 0.1 * wire))
+    rate = 8 * free["bytes"] / (free["serial"]["compute"] * ratio)
+    for _ in range(CALIBRATIONS):
+        limit_link(rate)
+        serial = _run_workers(options, only_serial=True)["serial"]
+        rate *= serial["comm"] / (serial["compute"] * ratio)
+    limit_link(rate)
 
 
 def _row(ratio: float, found: dict[str, Any], num_microbatches: int) -> dict[str, Any]:
@@ -112,7 +113,7 @@ def _sums(row: dict[str, Any]) -> tuple[float, float, float]:
 
 def _run_workers(options: argparse.Namespace, *, only_serial: bool = False) -> dict[str, Any]:
     arguments = ["--only-serial"] if only_serial else []
-    repetitions = CALIBRATION if only_serial else options.repetitions
+    repetitions = CALIBRATIONS if only_serial else options.repetitions
     for option in ("layers", "hidden", "microbatches"):
         arguments += [f"--{option}", str(getattr(options, option))]
     found: dict[str, Any] = run_workers("benchmarks.overlap", [*arguments, "--repetitions", str(repetitions)])
