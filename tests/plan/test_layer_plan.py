@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -314,6 +315,19 @@ def _live_tensors() -> dict[int, Tensor]:
     return {id(value): value for value in live if id(value) not in tracked}
 
 
+def _survivors(before: Mapping[int, Tensor], x: Tensor) -> list[tuple[int, ...]]:
+    """Shapes of the tensors that were not there before, gradients of parameters and of ``x`` aside."""
+    live = [t for i, t in _live_tensors().items() if i not in before and not isinstance(t, nn.Parameter)]
+    return [tuple(t.shape) for t in live if t is not x.grad]
+
+
+def _wait_for_gloo(is_done: Callable[[], bool]) -> None:
+    """Gloo's thread may hold a collective's tensors for a moment after it has told us that it is done."""
+    deadline = time.monotonic() + 5
+    while not is_done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def _attributes(layer: Any) -> dict[str, Any]:
     """Everything that hangs on the layer, its modules, dispatcher and communication manager."""
     holders = {f"module {name}": module for name, module in layer.named_modules()}
@@ -364,11 +378,10 @@ class TestNothingIsLeft:
                 before = _live_tensors()
                 attributes = _attributes(layer)
                 references = _run_and_watch(plan, x, grad, proving=proving)
+                _wait_for_gloo(lambda references=references: all(one() is None for _, one in references))
                 assert [kind for kind, reference in references if reference() is not None] == []
-                survivors = [
-                    t for i, t in _live_tensors().items() if i not in before and not isinstance(t, nn.Parameter)
-                ]
-                assert [tuple(t.shape) for t in survivors if t is not x.grad] == []
+                _wait_for_gloo(lambda before=before: not _survivors(before, x))
+                assert _survivors(before, x) == []
                 x.grad = None
                 changed = {key for key, value in _attributes(layer).items() if attributes.get(key, None) is not value}
                 # The wrapper that Megatron-Core makes for each microbatch's weight gradients.
@@ -389,6 +402,7 @@ class TestNothingIsLeft:
             try:
                 before = _live_tensors()
                 SlotRun(plan).forward(x)
+                _wait_for_gloo(lambda before=before: not _live_tensors().keys() - before.keys())
                 survivors = [t for i, t in _live_tensors().items() if i not in before]
                 assert [(tuple(t.shape), t.dtype) for t in survivors] == []
             finally:
