@@ -121,7 +121,7 @@ class _Deferred:
         # alone: what is parked may hold the stand-in, and would be held by it in turn where nobody computes it.
         is_parked: list[bool] = []
         self._is_parked = is_parked
-        stand_in.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+        stand_in.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch leaves it untyped
             lambda _: is_parked.append(False)
         )
 
@@ -159,6 +159,7 @@ class _Deferred:
                 if computed is not None:
                     yield computed.to(self.parameter.dtype)
         if getattr(stand_in, "grad_added_to_main_grad", False):
+            # Megatron-Core's own mark on a parameter; torch's Parameter does not declare it.
             self.parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
 
