@@ -18,7 +18,7 @@ from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.costs import CostModel
 from layernodes.plan.measurement import Measurement
 from layernodes.plan.profile import profile
-from layernodes.plan.units import in_seconds
+from layernodes.plan.units import in_bytes, in_seconds
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
@@ -61,10 +61,19 @@ def _profile(options: Namespace, settings: DemoSettings, content: bytes, world: 
 
 def _table(costs: CostModel) -> str:
     """The costs of each kind of layer and of the ends, and how far the times spread."""
-    rows = [("layers", "slot", "forward", "backward", "weight gradients")]
+    rows = [("layers", "slot", "forward", "backward", "weight gradients", "kept to backward", "kept to W")]
     for kind, slots in (*costs.kinds.items(), ("", costs.ends)):
         rows += [
-            (kind, slot, in_seconds(c.F), in_seconds(c.B), in_seconds(c.W) if c.W else "-") for slot, c in slots.items()
+            (
+                kind,
+                slot,
+                in_seconds(c.F),
+                in_seconds(c.B),
+                in_seconds(c.W) if c.W else "-",
+                in_bytes(c.activation_bytes),
+                in_bytes(c.wgrad_bytes) if c.W else "-",
+            )
+            for slot, c in slots.items()
         ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -8,25 +8,34 @@ its ``B`` took. Steps slow each other down when they run at the same time, so me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
+from types import MappingProxyType
 
 from layernodes.errors import CostError
 from layernodes.plan.costs import CostModel, SlotCost
 from layernodes.plan.measurement import Measurement, SlotSpread
 from layernodes.plan.shape import ChunkShape
+from layernodes.plan.step import Step
 from layernodes.plan.timeline import Timeline
 from layernodes.slots import Phase
 
 Place = tuple[int | None, str]
 
 
-def costs_of_timelines(timelines: Sequence[Timeline], shape: ChunkShape, *, name: str = "measured") -> CostModel:
+def costs_of_timelines(
+    timelines: Sequence[Timeline],
+    shape: ChunkShape,
+    *,
+    held_bytes: Mapping[Step, int] = MappingProxyType({}),
+    name: str = "measured",
+) -> CostModel:
     """Costs of a chunk, from what its runs took; ``CostModel.measurement`` has their spread.
 
     Args:
         timelines: measured runs.
         shape: the chunk's shape.
+        held_bytes: what each ``F`` of one microbatch keeps, and what waits for each ``W``; 0 where left out.
         name: what to call the costs.
 
     Raises:
@@ -42,9 +51,12 @@ def costs_of_timelines(timelines: Sequence[Timeline], shape: ChunkShape, *, name
                 raise CostError(f"{step} was measured, but the shape has no such slot: {shape}")
             seconds.setdefault((step.phase, (step.layer, step.slot)), []).append(interval.duration)
 
+    held = {(step.phase, (step.layer, step.slot)): count for step, count in held_bytes.items()}
+
     def cost(place: Place) -> SlotCost:
         f, b, w = (median(seconds.get((phase, place), [0.0])) for phase in Phase)
-        return SlotCost(F=f, B=b, W=w)
+        kept, waiting = (held.get((phase, place), 0) for phase in (Phase.F, Phase.W))
+        return SlotCost(F=f, B=b, W=w, activation_bytes=kept, wgrad_bytes=waiting)
 
     def spread(place: Place) -> SlotSpread:
         f, b, w = (_spread(seconds.get((phase, place), [])) for phase in Phase)
@@ -86,7 +98,15 @@ def _typical(kind: str, shape: ChunkShape, layers: dict[int, dict[str, SlotCost]
             for slot in layer.slots:
                 if not slot.passthrough:
                     found.setdefault(slot.name, []).append(layers[number][slot.name])
-    return {
-        slot: SlotCost(F=median(c.F for c in costs), B=median(c.B for c in costs), W=median(c.W for c in costs))
-        for slot, costs in found.items()
-    }
+    return {slot: _middle(costs) for slot, costs in found.items()}
+
+
+def _middle(costs: Sequence[SlotCost]) -> SlotCost:
+    """The median of each figure."""
+    return SlotCost(
+        F=median(c.F for c in costs),
+        B=median(c.B for c in costs),
+        W=median(c.W for c in costs),
+        activation_bytes=round(median(c.activation_bytes for c in costs)),
+        wgrad_bytes=round(median(c.wgrad_bytes for c in costs)),
+    )

@@ -14,7 +14,8 @@ The slow-down ``s`` comes from the definition in ``simulate``: computation that 
 seconds while communication runs for ``o`` of them, has ``t = d + o (1 - 1 / s)``. Where next to nothing overlaps it
 is 1.
 
-Bytes are not measured: activations count as nothing in the costs.
+After that, one microbatch runs once more, in the calling thread, for the bytes that each step leaves behind
+(``held_bytes``); of all ranks, the most count.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ from layernodes.errors import OptionError
 from layernodes.plan import schedules
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.costs import CostModel
+from layernodes.plan.held_bytes import measure_held_bytes
 from layernodes.plan.measured import costs_of_timelines
 from layernodes.plan.program import Op
 from layernodes.plan.ranks import side_group
 from layernodes.plan.runner import Runner, StreamKind
+from layernodes.plan.schedule import Schedule
+from layernodes.plan.step import Step
 from layernodes.plan.timeline import Interval, Timeline
 from layernodes.plan.wgrad import WgradPlace
 from layernodes.slots import StreamType
@@ -62,7 +66,8 @@ def profile(
     group: ProcessGroup | None = None,
     name: str = "profile",
 ) -> CostModel:
-    """Measure what the steps of a chunk cost: F, B and W of every slot of every layer, and of the chunk's ends.
+    """Measure what the steps of a chunk cost: seconds of F, B and W of every slot of every layer and of the chunk's
+    ends, and the bytes that F keeps for B, and B for W.
 
     All ranks of ``group`` call it, with the same arguments but for the batch, and get the same costs. The model is left
     as it was: gradients, buffers and random generators are put back. It must not be wrapped in DDP, whose hooks would
@@ -98,7 +103,8 @@ def profile(
         runs = [run for run, _ in measured]
         overlapped = [other for _, other in measured if other is not None]
         slowdown = peers.largest(torch.tensor([_slowdown(runs, overlapped)], dtype=torch.float64)).item()
-        costs = costs_of_timelines(_agree(runs, peers), chunk.shape, name=name)
+        held_bytes = _held_bytes(chunk, batch, loss_grad, peers)
+        costs = costs_of_timelines(_agree(runs, peers), chunk.shape, held_bytes=held_bytes, name=name)
     assert costs.measurement is not None
     streams_name = str(streams) if isinstance(streams, str) else type(streams).__name__
     return costs.model_copy(
@@ -115,7 +121,7 @@ def _measure(
     chunk: ChunkPlan, batch: Any, loss_grad: Any, runner: Runner, peers: _Peers, count: int
 ) -> Iterator[tuple[Timeline, Timeline | None]]:
     """One microbatch alone, and some that overlap; None where the chunk has no communication."""
-    alone = schedules.deferred(schedules.serial(chunk.shape, 1), chunk.shape, WgradPlace.END)
+    alone = _alone(chunk)
     beside = schedules.combined_1f1b(chunk.shape, _OVERLAPPED)
     overlaps = any(slot.stream is StreamType.COMM and not slot.passthrough for _, slot in chunk.shape.places())
     for _ in range(count):
@@ -126,6 +132,17 @@ def _measure(
             peers.meet()
             other = runner.run(beside, chunk, [batch] * _OVERLAPPED, [loss_grad] * _OVERLAPPED).timeline
         yield run, other
+
+
+def _alone(chunk: ChunkPlan) -> Schedule:
+    return schedules.deferred(schedules.serial(chunk.shape, 1), chunk.shape, WgradPlace.END)
+
+
+def _held_bytes(chunk: ChunkPlan, batch: Any, loss_grad: Any, peers: _Peers) -> dict[Step, int]:
+    """The bytes that each step leaves behind, on the rank where they are most."""
+    mine = measure_held_bytes(chunk, _alone(chunk), batch, loss_grad)
+    most = peers.largest(torch.tensor([*mine.values()], dtype=torch.int64)).tolist()
+    return dict(zip(mine, most, strict=True))
 
 
 def _agree(runs: Sequence[Timeline], peers: _Peers) -> list[Timeline]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.nn import Dropout
 
 import layernodes
-from layernodes import CostModel, NodeContext, OptionError
+from layernodes import CostModel, NodeContext, OptionError, Runner, schedules
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.schedule import Schedule
 from layernodes.plan.simulate import simulate
@@ -20,6 +20,7 @@ from layernodes.slots import StreamType
 from tests.support.configs import by_name
 from tests.support.costs import random_costs
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
+from tests.support.live import LiveBytes
 from tests.support.ranks import values_on_ranks
 from tests.support.runs import Bench
 from tests.support.toy import Middle, chunk_of, inputs, toys
@@ -161,6 +162,46 @@ def test_a_real_model() -> None:
         does_nothing = layer is not None and slot in chunk.shape.layers[layer].passthrough
         assert (cost.F > 0 and cost.B > 0) is not does_nothing
     assert all(parameter.grad is None for parameter in bench.model.parameters())
+
+
+@pytest.mark.parametrize("streams", ["inline", "threads"])
+@pytest.mark.parametrize("wgrad", ["off", "auto"])
+def test_bytes(streams: str, wgrad: str) -> None:
+    """Worked out by hand, in units of a layer's input.
+
+    First keeps what tanh saves and its output; dispatch makes one and lets one go; the second linear's input stays,
+    beside it come what sin saves and the output; combine makes one and lets one go. A linear waits for its W with its
+    input and its output's gradient; the first input of all is the caller's.
+    """
+    batch = inputs(1)[0]
+    chunk = ChunkPlan.of(chunk_of(toys(2)).layers, wgrad=wgrad)
+    costs = layernodes.profile(chunk, batch, repetitions=1, warmup=0, streams=streams)
+    names = ("pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine")
+    for layer, waiting in ((0, (1, 0, 2, 0)), (1, (2, 0, 2, 0))):
+        slots = [costs.layers[layer][name] for name in names]
+        assert [slot.activation_bytes for slot in slots] == [count * batch.nbytes for count in (2, 0, 2, 0)]
+        if wgrad == "auto":
+            assert [slot.wgrad_bytes for slot in slots] == [count * batch.nbytes for count in waiting]
+        else:
+            assert not any(slot.wgrad_bytes for slot in slots)
+    assert costs.kinds["moe"]["pre_dispatch_computation"].activation_bytes == 2 * batch.nbytes
+
+
+@pytest.mark.parametrize("order", [schedules.serial, schedules.combined_1f1b])
+def test_predicted_peak(order: Callable[..., Schedule]) -> None:
+    """The simulator's peak of a real model is what a run's live tensors come to, but for what lives within a step."""
+    bench = Bench(by_name("mtp-dropout-ep1"))
+    bench.reset()
+    chunk = bench.chunk()
+    costs = layernodes.profile(chunk, bench.batches()[0], repetitions=1, warmup=1, streams="inline")
+    schedule = order(chunk.shape, 3)
+    batches = [bench.batches()[0]] * 3
+    with Runner("inline") as runner:
+        runner.run(schedule, chunk, batches)  # gradients of parameters are there from here on
+        with LiveBytes() as counter:
+            runner.run(schedule, chunk, batches)
+    predicted = simulate(schedule, costs, chunk.shape).peak_activation_bytes
+    assert 0.75 * counter.peak < predicted < 1.05 * counter.peak
 
 
 def test_ranks_agree() -> None:

@@ -1,0 +1,119 @@
+"""Measures the bytes that each step of a chunk leaves behind.
+
+Definition: one microbatch runs under a schedule in which nothing overlaps, and the live bytes ``held[i]`` are read
+after each step ``i``, in the order in which the host allocates and frees::
+
+    F    activation_bytes = held[i] - held[i - 1]    what it keeps, its output included, less the inputs it let go
+    W    wgrad_bytes      = held[i - 1] - held[i]    what waited for it
+
+A difference below zero counts as zero. Gradients of parameters must exist beforehand, or the first ``W`` seems to keep
+them. On an accelerator, live bytes are those that torch's allocator has handed out; on a CPU, which has no such count,
+they are the storages that operations made and that still exist.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from layernodes.lane import tensors_in
+from layernodes.plan.chunk_plan import ChunkPlan
+from layernodes.plan.runner import Runner
+from layernodes.plan.schedule import Schedule
+from layernodes.plan.step import Step
+from layernodes.slots import Phase
+
+
+def measure_held_bytes(chunk: ChunkPlan, schedule: Schedule, batch: Any, loss_grad: Any) -> Mapping[Step, int]:
+    """Bytes that each ``F`` keeps, and that wait for each ``W``; every ``B`` has 0.
+
+    Args:
+        chunk: the chunk; it has run before, so that gradients and caches are there.
+        schedule: one microbatch, in an order in which nothing overlaps.
+        batch, loss_grad: as of ``Runner.run``.
+
+    Raises:
+        StepError: a step raised.
+    """
+    now, counting = _live_bytes_of(chunk)
+    held: dict[Step, int] = {}
+
+    def after_step(step: Step) -> None:
+        held[step] = now()
+
+    with Runner("inline", after_step=after_step) as runner, counting:
+        start = now()
+        runner.run(schedule, chunk, [batch], [loss_grad])
+    found, before = {}, start
+    for step in schedule:
+        after = held.get(step, before)
+        change = {Phase.F: after - before, Phase.B: 0, Phase.W: before - after}[step.phase]
+        found[step] = max(change, 0)
+        before = after
+    return found
+
+
+def _live_bytes_of(chunk: ChunkPlan) -> tuple[Callable[[], int], AbstractContextManager[Any]]:
+    """What tells the live bytes of the chunk's device, and what must be entered for it."""
+    device = next((p.device for module in chunk.modules for p in module.parameters()), torch.device("cpu"))
+    if device.type == "cpu":
+        counter = LiveBytes()
+        return counter.now, counter
+    allocator = torch.get_device_module(device)
+    return lambda: int(allocator.memory_allocated(device)), nullcontext()
+
+
+@final
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+    """Counts the bytes of storages that operations made while it is entered and that are still alive.
+
+    Every storage is noted weakly, once. Parameters, inputs and what lives before it is entered do not count, nor does
+    what never passes through the dispatcher.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sizes: dict[StorageWeakRef, Callable[[], int]] = {}
+
+    def now(self) -> int:
+        """Bytes alive."""
+        self._sizes = {storage: size for storage, size in self._sizes.items() if not _is_gone(storage)}
+        return sum(size() for size in self._sizes.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and note what it made."""
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            given = {_storage_of(tensor) for tensor in tensors_in((args, kwargs or {}))}
+            for tensor in tensors_in(result):
+                storage = _storage_of(tensor)
+                if storage not in given and storage not in self._sizes:
+                    self._sizes[storage] = _size_of(tensor)
+        return result
+
+
+def _storage_of(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _is_gone(storage: StorageWeakRef) -> bool:
+    return bool(storage.expired())  # type: ignore[no-untyped-call]
+
+
+def _size_of(tensor: Tensor) -> Callable[[], int]:
+    """What tells the size of a tensor's storage without keeping it: the present one while the tensor lives."""
+    tensor_ref = weakref.ref(tensor)
+    nbytes = tensor.untyped_storage().nbytes()
+
+    def size() -> int:
+        alive = tensor_ref()
+        return nbytes if alive is None else alive.untyped_storage().nbytes()
+
+    return size
