@@ -3,7 +3,7 @@
 Contract: what comes back predicts runs on the same machine, and is the same on all ranks that agree on it::
 
     warmup times, not counted, then repetitions times:
-        run one microbatch under the serial schedule, W last    nothing overlaps: the steps' own times
+        run one microbatch under the serial schedule, W last    nothing overlaps: a step lasts until the next begins
         run three under combined_1f1b                           computation beside communication: the slow-down
     over the ranks, step by step and repetition by repetition:
         computation     the longest time of any rank: the others wait for it in their next exchange
@@ -148,12 +148,19 @@ def _held_bytes(chunk: ChunkPlan, batch: Any, loss_grad: Any, peers: _Peers) -> 
 def _agree(runs: Sequence[Timeline], peers: _Peers) -> list[Timeline]:
     """Every repetition with the durations that count over all ranks: longest computation, shortest communication."""
     signs = torch.tensor([-1.0 if i.stream is StreamType.COMM else 1.0 for i in runs[0].intervals], dtype=torch.float64)
-    mine = torch.tensor([[i.duration for i in run.intervals] for run in runs], dtype=torch.float64)
+    mine = torch.tensor([_until_the_next(run) for run in runs], dtype=torch.float64)
     agreed = (peers.largest(mine * signs) * signs).tolist()  # the largest of negative times is the shortest
     return [
         Timeline(tuple(Interval(i.step, i.stream, 0.0, d) for i, d in zip(run.intervals, durations, strict=True)))
         for run, durations in zip(runs, agreed, strict=True)
     ]
+
+
+def _until_the_next(run: Timeline) -> list[float]:
+    """Seconds from each step's begin to the next one's: handing over to the other stream is a cost too."""
+    starts = [interval.start for interval in run.intervals]
+    ends = [*starts[1:], *(interval.end for interval in run.intervals[-1:])]
+    return [end - start for start, end in zip(starts, ends, strict=True)]
 
 
 def _slowdown(alone: Sequence[Timeline], overlapped: Sequence[Timeline]) -> float:

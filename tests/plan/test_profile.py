@@ -67,6 +67,23 @@ def test_medians_and_spread_without_the_warm_up() -> None:
     assert CostModel.from_json(costs.to_json()) == costs
 
 
+def test_a_hand_over_is_part_of_what_a_step_costs() -> None:
+    """Steps of 1 s with 0.25 s between two of them: each takes 1.25 s, but for the last one."""
+
+    def with_gaps(_: int, schedule: Schedule) -> Timeline:
+        close = one_after_another(schedule, {}, 0).intervals
+        return Timeline(
+            tuple(Interval(i.step, i.stream, 1.25 * n, 1.25 * n + 1) for n, i in enumerate(close)),
+        )
+
+    chunk = ChunkPlan.of(chunk_of(toys(1)).layers)
+    costs = layernodes.profile(chunk, inputs(1)[0], repetitions=1, warmup=0, streams=VirtualStreams(with_gaps))
+    assert costs.layers[0]["mlp"].F == costs.layers[0]["moe_dispatch"].B == 1.25
+    assert costs.layers[0]["pre_dispatch_computation"].B == 1  # the last
+    serial = schedules.serial(chunk.shape, 1)
+    assert simulate(serial, costs, chunk.shape).makespan == with_gaps(0, serial).makespan
+
+
 @pytest.mark.parametrize("slowdown", [1.0, 1.5, 4.0])
 @pytest.mark.parametrize("wgrad", ["off", "auto"])
 def test_slow_down_is_found(slowdown: float, wgrad: str) -> None:
