@@ -47,9 +47,10 @@ from layernodes.plan.layer_hooks import LayerHook, LayerHooks
 from layernodes.plan.layer_plan import WgradMode
 from layernodes.plan.program import Call
 from layernodes.plan.registry import LayerRegistry, NodeFactory, SlotKey
-from layernodes.plan.runner import Runner, StreamKind
+from layernodes.plan.runner import Runner
 from layernodes.plan.schedule import PairSchedule
 from layernodes.plan.shape import ChunkShape
+from layernodes.plan.stream_kind import StreamKind
 from layernodes.plan.validate import validate_pair
 
 PairRule = Callable[[ChunkShape | None, ChunkShape | None], PairSchedule]
