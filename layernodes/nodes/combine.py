@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from layernodes._megatron.freeing import combine_uses_input
-from layernodes._megatron.layer import LayerPass
+from layernodes._megatron.layer_pass import LayerPass
 from layernodes._megatron.wgrad import latent_hook
 from layernodes.nodes.base import WgradHook
 from layernodes.nodes.layer_node import LayerNode

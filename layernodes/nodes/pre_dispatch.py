@@ -8,7 +8,7 @@ from torch import Tensor
 
 from layernodes._megatron.calls import ModuleCall
 from layernodes._megatron.decoder import begin_decoder
-from layernodes._megatron.layer import LayerPass
+from layernodes._megatron.layer_pass import LayerPass
 from layernodes._megatron.mtp import enter, join
 from layernodes._megatron.wgrad import pre_dispatch_hook
 from layernodes.nodes.base import WgradHook
