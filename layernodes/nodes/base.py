@@ -30,8 +30,9 @@ from layernodes.nodes.definition import check_definition
 from layernodes.nodes.edges import EdgeAudit, Forward, note_taken, note_written
 from layernodes.release import is_sole_holder
 from layernodes.slots import ExtraSlot, Slot, StreamType
+from layernodes.stand_in import Site
 from layernodes.state import FusedContext, HandoffMap, NodeContext, fits, handoffs_of, spelling
-from layernodes.wgrad import Site, StoreHook, WgradStore, find_hook
+from layernodes.wgrad import StoreHook, WgradStore, find_hook
 
 _STORE: Final = "layernodes_wgrad_store"
 _VERBS: Final = ("put", "take", "__call__", "wgrad_store", "defer_wgrads", "new_hook")
