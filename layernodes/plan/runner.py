@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from layernodes.device_streams import DeviceStreams
 from layernodes.errors import NodeStateError, OptionError, ScheduleError
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import ChunkRun
@@ -37,7 +38,7 @@ from layernodes.plan.schedule import PairSchedule, Schedule
 from layernodes.plan.stream_kind import StreamKind, make_streams
 from layernodes.plan.timeline import Interval, Timeline
 from layernodes.slots import Phase
-from layernodes.streams import DeviceStreams, Spans, Streams
+from layernodes.streams import Spans, Streams
 
 
 @final

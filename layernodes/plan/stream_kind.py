@@ -6,9 +6,10 @@ from enum import StrEnum
 
 import torch
 
+from layernodes.device_streams import DeviceStreams
 from layernodes.plan.program import Op
 from layernodes.plan.recording import RecordingStreams
-from layernodes.streams import DeviceStreams, InlineStreams, Streams, ThreadStreams
+from layernodes.streams import InlineStreams, Streams, ThreadStreams
 
 
 class StreamKind(StrEnum):
