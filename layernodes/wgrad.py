@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
@@ -189,6 +189,18 @@ class WgradStore:
             waiting.pop(next(iter(waiting))).deliver()
         if self._on_drain is not None:
             self._on_drain()
+
+
+class WgradHook(Protocol):
+    """Computes the weight gradients that one node deferred in one microbatch."""
+
+    def backward_dw(self) -> None:
+        """Compute and accumulate them."""
+        ...
+
+    def parameters(self) -> Iterable[Parameter]:
+        """The parameters whose gradients ``backward_dw`` delivers."""
+        ...
 
 
 @final

@@ -15,8 +15,7 @@ microbatches: whatever belongs to a microbatch travels through the context.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import ClassVar, Final, Protocol, final
+from typing import ClassVar, Final, final
 
 import torch
 from torch import Tensor
@@ -32,22 +31,10 @@ from layernodes.nodes.edges import EdgeAudit, note_taken, note_written
 from layernodes.slots import ExtraSlot, Slot, StreamType
 from layernodes.stand_in import Site
 from layernodes.state import FusedContext, HandoffMap, NodeContext, fits, handoffs_of, spelling
-from layernodes.wgrad import StoreHook, WgradStore, find_hook
+from layernodes.wgrad import StoreHook, WgradHook, WgradStore, find_hook
 
 _STORE: Final = "layernodes_wgrad_store"
 _VERBS: Final = ("put", "take", "__call__", "wgrad_store", "defer_wgrads", "new_hook")
-
-
-class WgradHook(Protocol):
-    """Computes the weight gradients that one node deferred in one microbatch."""
-
-    def backward_dw(self) -> None:
-        """Compute and accumulate them."""
-        ...
-
-    def parameters(self) -> Iterable[Parameter]:
-        """The parameters whose gradients ``backward_dw`` delivers."""
-        ...
 
 
 class ScheduleNode(ABC):

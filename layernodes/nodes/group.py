@@ -24,10 +24,11 @@ from layernodes._megatron.layer_kinds import precision_context
 from layernodes._megatron.mtp import begin_stack, end_stack, join, modules_before_stack
 from layernodes._megatron.wgrad import ModulesHook, own_deferred_parameters
 from layernodes.errors import PlanError, UnsupportedLayerError
-from layernodes.nodes.base import ScheduleNode, WgradHook
+from layernodes.nodes.base import ScheduleNode
 from layernodes.nodes.mtp_handoffs import MTP_HANDOFFS, enter_layer, leave_layer
 from layernodes.slots import ExtraSlot, Slot, StreamType
 from layernodes.state import FusedContext, HandoffMap, NodeContext
+from layernodes.wgrad import WgradHook
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer

@@ -10,11 +10,11 @@ from layernodes._megatron.decoder import begin_decoder
 from layernodes._megatron.layer_pass import LayerPass
 from layernodes._megatron.mtp import join
 from layernodes._megatron.wgrad import pre_dispatch_hook
-from layernodes.nodes.base import WgradHook
 from layernodes.nodes.layer_node import LayerNode
 from layernodes.nodes.mtp_handoffs import MTP_HANDOFFS, enter_layer
 from layernodes.slots import Slot, StreamType
 from layernodes.state import HandoffMap, NodeContext
+from layernodes.wgrad import WgradHook
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
