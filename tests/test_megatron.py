@@ -510,11 +510,11 @@ class TestHandedOver:
     @pytest.mark.parametrize("name", _COPIED)
     def test_nothing_is_copied_under_install(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Under ``install()`` no node works on or hands on a copy; handed over, the same configuration does."""
-        copies = _count_copies(monkeypatch)
+        found = _count_copies(monkeypatch)
         _check(_named(name), layernodes.install)
-        assert copies == Counter()
+        assert found == Counter()
         _check(_named(name), handed_over)
-        assert copies["inputs"] + copies["outputs and handoffs"] > 0
+        assert found["inputs"] + found["outputs and handoffs"] > 0
 
     @pytest.mark.full
     @pytest.mark.timeout(3600)
