@@ -35,8 +35,16 @@ _BYTES_ACKED = 120
 """Offset of ``tcpi_bytes_acked`` in Linux's ``struct tcp_info``."""
 
 
-def make_link() -> str:
-    """Make the namespaces and the link; the empty text, or why that cannot be done here."""
+def make_link() -> bool:
+    """Make the namespaces and the link; False, and the reason on stderr, where that cannot be done."""
+    reason = _try_link()
+    if reason:
+        print(f"network namespaces cannot be made here, so nothing was measured: {reason}", file=sys.stderr)
+    return not reason
+
+
+def _try_link() -> str:
+    """The empty text, or why the link cannot be made here."""
     if os.geteuid() != 0:
         return "it needs root"
     if not (shutil.which("ip") and shutil.which("tc")):

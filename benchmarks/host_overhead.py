@@ -26,7 +26,8 @@ from megatron.core.pipeline_parallel.utils import get_comm_stream, get_comp_stre
 from torch import Tensor
 from torch.autograd import Variable
 
-from layernodes import ChunkPlan, LayerPlan, Runner, ScheduleNode, Slot, StreamType, schedules
+from benchmarks._trivial import TrivialNode
+from layernodes import ChunkPlan, LayerPlan, Runner, Slot, StreamType, schedules
 from layernodes.demo.model import build_model
 from layernodes.demo.settings import DemoSettings
 from layernodes.demo.world import demo_world
@@ -34,36 +35,23 @@ from layernodes.demo.world import demo_world
 NUM_SLOTS = 4
 
 
-class _Base(ScheduleNode):
-    slot = Slot.MLP
-    stream = StreamType.COMPUTE
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        pass
-
-    def forward(self, ctx: Any, *inputs: Tensor) -> Tensor:
-        return inputs[0] * 2.0
-
-    def touches_rng(self) -> bool:
-        return False
+class Freeing(TrivialNode):
+    """Lets go of its input, as all slots but the first do."""
 
     def frees_input(self) -> bool:
         return True
 
 
-class PreDispatch(_Base):
+class PreDispatch(TrivialNode):
     slot = Slot.PRE_DISPATCH_COMPUTATION
 
-    def frees_input(self) -> bool:
-        return False
 
-
-class Dispatch(_Base):
+class Dispatch(Freeing):
     slot = Slot.MOE_DISPATCH
     stream = StreamType.COMM
 
 
-class Combine(_Base):
+class Combine(Freeing):
     slot = Slot.MOE_COMBINE
     stream = StreamType.COMM
 
@@ -71,7 +59,7 @@ class Combine(_Base):
 NODES = {
     Slot.PRE_DISPATCH_COMPUTATION: PreDispatch,
     Slot.MOE_DISPATCH: Dispatch,
-    Slot.MLP: _Base,
+    Slot.MLP: Freeing,
     Slot.MOE_COMBINE: Combine,
 }
 

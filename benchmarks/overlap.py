@@ -19,18 +19,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from benchmarks._link import bytes_sent, leave, limit_link, make_link, remove_link, run_workers, two_ranks
+from benchmarks._link import bytes_sent, limit_link, make_link, remove_link, run_workers
+from benchmarks._linked import link_parser, passed_on, work
 from benchmarks._measure import show, table
 from layernodes import ChunkPlan, Runner, StreamType, optimize, profile, schedules
-from layernodes.demo.data import make_microbatches, read_text
-from layernodes.demo.model import build_model
-from layernodes.demo.settings import DemoSettings
 
 CALIBRATIONS = 2
 """Runs that set the link's rate, and the repetitions of each."""
@@ -38,22 +34,13 @@ CALIBRATIONS = 2
 
 def main() -> int:
     """Run the worker's half, or set the link up, start both workers at each ratio, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = link_parser(__doc__, layers=2, hidden=768, microbatches=6)
     parser.add_argument("--ratios", type=float, nargs="+", default=[1 / 3, 1 / 1.5, 1.0])
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--microbatches", type=int, default=6)
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--only-serial", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
-        return _work(options)
-    reason = make_link()
-    if reason:
-        print(f"network namespaces cannot be made here, so nothing was measured: {reason}", file=sys.stderr)
+        return work(options, _measure)
+    if not make_link():
         return 3
     try:
         free = _run_workers(options, only_serial=True)
@@ -114,37 +101,18 @@ def _sums(row: dict[str, Any]) -> tuple[float, float, float]:
 def _run_workers(options: argparse.Namespace, *, only_serial: bool = False) -> dict[str, Any]:
     arguments = ["--only-serial"] if only_serial else []
     repetitions = CALIBRATIONS if only_serial else options.repetitions
-    for option in ("layers", "hidden", "microbatches"):
-        arguments += [f"--{option}", str(getattr(options, option))]
-    found: dict[str, Any] = run_workers("benchmarks.overlap", [*arguments, "--repetitions", str(repetitions)])
+    arguments += [*passed_on(options, "layers", "hidden", "microbatches"), "--repetitions", str(repetitions)]
+    found: dict[str, Any] = run_workers("benchmarks.overlap", arguments)
     return found
 
 
-def _work(options: argparse.Namespace) -> int:
-    with two_ranks(options.worker, options.folder):
-        settings = DemoSettings(layers=options.layers, hidden=options.hidden, microbatches=options.microbatches)
-        found = _measure(settings, options)
-        if options.worker == 0:
-            leave(options.folder, found)
-    return 0
-
-
-def _measure(settings: DemoSettings, options: argparse.Namespace) -> dict[str, Any]:
-    device, rank = torch.device("cpu"), options.worker
-    model = build_model(settings, num_ranks=2, device=device)
-    microbatches = make_microbatches(
-        read_text(None).content, settings.microbatches, rank=rank, num_ranks=2, device=device
-    )
-    batches = [
-        {"input_ids": m.tokens, "position_ids": m.positions, "attention_mask": None, "labels": m.labels}
-        for m in microbatches
-    ]
-    chunk = ChunkPlan.build(model, split_combine=True)
-    orders = {"serial": schedules.serial(chunk.shape, settings.microbatches)}
+def _measure(chunk: ChunkPlan, batches: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    rank, num_microbatches = options.worker, len(batches)
+    orders = {"serial": schedules.serial(chunk.shape, num_microbatches)}
     if not options.only_serial:
         costs = profile(chunk, batches[0], repetitions=options.repetitions, streams="threads")
-        orders["combined_1f1b"] = schedules.combined_1f1b(chunk.shape, settings.microbatches)
-        orders["optimized"] = optimize(chunk.shape, costs, num_microbatches=settings.microbatches, max_states=20_000)
+        orders["combined_1f1b"] = schedules.combined_1f1b(chunk.shape, num_microbatches)
+        orders["optimized"] = optimize(chunk.shape, costs, num_microbatches=num_microbatches, max_states=20_000)
     found: dict[str, dict[str, list[float]]] = {name: {"makespan": [], "compute": [], "comm": []} for name in orders}
     sent = 0
     with Runner("threads") as runner:

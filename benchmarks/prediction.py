@@ -24,10 +24,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from benchmarks._link import bytes_sent, leave, limit_link, make_link, remove_link, run_workers, two_ranks
+from benchmarks._link import bytes_sent, limit_link, make_link, remove_link, run_workers
+from benchmarks._linked import link_parser, passed_on, work
 from layernodes import (
     ChunkPlan,
     CostModel,
@@ -40,9 +40,6 @@ from layernodes import (
     schedules,
     simulate,
 )
-from layernodes.demo.data import make_microbatches, read_text
-from layernodes.demo.model import build_model
-from layernodes.demo.settings import DemoSettings
 
 _PROFILED = 3
 """Repetitions of each profile."""
@@ -50,23 +47,14 @@ _PROFILED = 3
 
 def main() -> int:
     """Run the worker's half, or set the link up, start both workers, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = link_parser(__doc__, layers=4, hidden=128, microbatches=4)
     parser.add_argument("--ratio", type=float, default=0.7, help="communication : computation (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--traces", type=Path, metavar="FOLDER", help="leave the last measured timelines there")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--only-bytes", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
-        return _work(options)
-    reason = make_link()
-    if reason:
-        print(f"network namespaces cannot be made here, so nothing was measured: {reason}", file=sys.stderr)
+        return work(options, _count_bytes if options.only_bytes else _measure)
+    if not make_link():
         return 3
     try:
         free = _run_workers(options, "--only-bytes")
@@ -79,33 +67,10 @@ def main() -> int:
 
 
 def _run_workers(options: argparse.Namespace, *switches: str) -> Any:
-    arguments = [*switches]
-    for option in ("layers", "hidden", "microbatches", "repetitions"):
-        arguments += [f"--{option}", str(getattr(options, option))]
+    arguments = [*switches, *passed_on(options, "layers", "hidden", "microbatches", "repetitions")]
     if options.traces is not None:
         arguments += ["--traces", str(options.traces.absolute())]
     return run_workers("benchmarks.prediction", arguments)
-
-
-def _work(options: argparse.Namespace) -> int:
-    with two_ranks(options.worker, options.folder):
-        settings = DemoSettings(layers=options.layers, hidden=options.hidden, microbatches=options.microbatches)
-        model = build_model(settings, num_ranks=2, device=torch.device("cpu"))
-        chunk = ChunkPlan.build(model, split_combine=True)
-        measure = _count_bytes if options.only_bytes else _measure
-        found = measure(chunk, _batches(settings, options.worker), options)
-        if options.worker == 0:
-            leave(options.folder, found)
-    return 0
-
-
-def _batches(settings: DemoSettings, rank: int) -> list[dict[str, Any]]:
-    text = read_text(None).content
-    device = torch.device("cpu")
-    return [
-        {"input_ids": m.tokens, "position_ids": m.positions, "attention_mask": None, "labels": m.labels}
-        for m in make_microbatches(text, settings.microbatches, rank=rank, num_ranks=2, device=device)
-    ]
 
 
 def _count_bytes(chunk: ChunkPlan, batches: Sequence[Any], options: argparse.Namespace) -> dict[str, Any]:

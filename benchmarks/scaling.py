@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks._measure import alternate, show, table
+from benchmarks._trivial import TrivialNode
 from layernodes import (
     ChunkPlan,
     ChunkShape,
@@ -24,9 +24,7 @@ from layernodes import (
     LayerPlan,
     Runner,
     Schedule,
-    ScheduleNode,
     Slot,
-    StreamType,
     schedules,
     simulate,
     validate,
@@ -37,20 +35,6 @@ from layernodes.plan.rules import Rules
 LAYERS = (8, 16, 32, 64)
 MICROBATCHES = (4, 8, 16, 32)
 BASE_LAYERS, BASE_MICROBATCHES = 8, 8
-
-
-class _Node(ScheduleNode):
-    slot = Slot.MLP
-    stream = StreamType.COMPUTE
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        pass
-
-    def forward(self, ctx: Any, *inputs: Tensor) -> Tensor:
-        return inputs[0] * 2.0
-
-    def touches_rng(self) -> bool:
-        return False
 
 
 def main() -> int:
@@ -90,7 +74,9 @@ def _work(num_layers: int, num_microbatches: int) -> dict[str, Callable[[], obje
     schedule = schedules.combined_1f1b(shape, num_microbatches)
     text = str(schedule)
     costs = CostModel.simple(computation=1e-3, communication=1e-3)
-    chunk = ChunkPlan.of([LayerPlan.build(torch.nn.Identity(), nodes={Slot.MLP: _Node}) for _ in range(num_layers)])
+    chunk = ChunkPlan.of(
+        [LayerPlan.build(torch.nn.Identity(), nodes={Slot.MLP: TrivialNode}) for _ in range(num_layers)]
+    )
     own = schedules.serial(chunk.shape, num_microbatches)
     rules = Rules.of(chunk.shape, num_microbatches)
     batches = [torch.ones(4, 4, requires_grad=True) for _ in range(num_microbatches)]

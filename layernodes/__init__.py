@@ -67,11 +67,12 @@ if TYPE_CHECKING:
     from layernodes.plan.recording import Record, RecordingStreams, RecordKind
     from layernodes.plan.registry import LayerRegistry
     from layernodes.plan.rng import RngMode
-    from layernodes.plan.runner import Runner, RunResult, StreamKind
+    from layernodes.plan.runner import Runner, RunResult
     from layernodes.plan.schedule import PairSchedule, Schedule
     from layernodes.plan.shape import ChunkShape, LayerShape, SlotShape
     from layernodes.plan.simulate import simulate
     from layernodes.plan.step import Step
+    from layernodes.plan.stream_kind import StreamKind
     from layernodes.plan.timeline import Interval, Timeline
     from layernodes.plan.validate import validate, validate_pair
     from layernodes.slots import MEGATRON_SLOTS, ExtraSlot, Phase, Slot, StreamType
@@ -138,10 +139,11 @@ _NAMES: Final = {
     "layernodes.plan.recording": ("Record", "RecordingStreams", "RecordKind"),
     "layernodes.plan.registry": ("LayerRegistry",),
     "layernodes.plan.rng": ("RngMode",),
-    "layernodes.plan.runner": ("Runner", "RunResult", "StreamKind"),
+    "layernodes.plan.runner": ("Runner", "RunResult"),
     "layernodes.plan.schedule": ("PairSchedule", "Schedule"),
     "layernodes.plan.shape": ("ChunkShape", "LayerShape", "SlotShape"),
     "layernodes.plan.step": ("Step",),
+    "layernodes.plan.stream_kind": ("StreamKind",),
     "layernodes.plan.timeline": ("Interval", "Timeline"),
     "layernodes.plan.validate": ("validate", "validate_pair"),
     "layernodes.slots": ("MEGATRON_SLOTS", "ExtraSlot", "Phase", "Slot", "StreamType"),

@@ -19,15 +19,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ClassVar, Final, Self, final
+from typing import Any, Final, Self, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from layernodes import _cpu_device as device
+from layernodes._cpu_linear import HostLinear
 from layernodes._cpu_norm import host_norm
-from layernodes.errors import NodeStateError, UnsupportedLayerError
+from layernodes.errors import NodeStateError
 from layernodes.quiet import quiet_import
 
 with quiet_import():
@@ -252,65 +253,6 @@ def _moe_patches() -> Iterator[Patch]:
 def _optimizer_patches() -> Iterator[Patch]:
     """Megatron-Core's optimizers tell parameters apart by names such as ``torch.cuda.FloatTensor``."""
     yield Patch(target=Tensor, name="type", replacement=device.device_type(Tensor.type))
-
-
-class HostLinear(torch.nn.Module):
-    """``TELinear(parallel_mode="duplicated")`` in plain torch, for the projections of latent MoE.
-
-    Returns ``(output, bias or None)`` and marks its parameters as Transformer Engine's linear does. Its weight
-    gradient comes with the backward pass, as with Megatron's local linears: ``backward_dw`` has nothing left to do.
-    """
-
-    weight: Tensor
-    supported_parallel_mode: ClassVar[str] = "duplicated"
-
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        parallel_mode: str | None,
-        config: Any,
-        init_method: Callable[[Tensor], object],
-        bias: bool,
-        skip_bias_add: bool,
-        **_: object,
-    ) -> None:
-        super().__init__()
-        if parallel_mode != self.supported_parallel_mode:
-            raise UnsupportedLayerError(
-                f"a linear with parallel_mode={parallel_mode!r}: the CPU host has Transformer Engine's linear "
-                f"with {self.supported_parallel_mode!r} only; use ColumnParallelLinear or RowParallelLinear",
-                field="parallel_mode",
-                value=parallel_mode,
-            )
-        self.skip_bias_add = skip_bias_add
-        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
-        self.bias = torch.nn.Parameter(torch.zeros(output_size, dtype=config.params_dtype)) if bias else None
-        if config.perform_initialization:
-            self._initialize(init_method, on_cpu=config.use_cpu_initialization)
-        for parameter in self.parameters():
-            vars(parameter).update(
-                allreduce=True, sequence_parallel=config.sequence_parallel, tensor_model_parallel=False
-            )
-
-    @torch.no_grad()
-    def _initialize(self, init_method: Callable[[Tensor], object], *, on_cpu: bool) -> None:
-        """Draw the weight alike on all tensor-parallel ranks: from the data-parallel state where there is one."""
-        tracker = megatron_random.get_cuda_rng_tracker()
-        name = megatron_random.get_data_parallel_rng_tracker_name()
-        shared = tracker.fork(name) if name in tracker.get_states() and not on_cpu else nullcontext()
-        with shared:
-            init_method(self.weight)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``[..., input_size]`` to ``[..., output_size]``, and the bias where the caller adds it."""
-        if self.skip_bias_add:
-            return torch.nn.functional.linear(x, self.weight), self.bias
-        return torch.nn.functional.linear(x, self.weight, self.bias), None
-
-    def backward_dw(self) -> None:
-        """Nothing is deferred."""
 
 
 class _NoFP8:

@@ -38,22 +38,19 @@ from layernodes._megatron.training import (
     received_input,
     schedule_plans_built_by,
 )
-from layernodes.errors import NodeStateError, ScheduleError
-from layernodes.plan import pairs
+from layernodes.errors import NodeStateError
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import ChunkRun
 from layernodes.plan.grouping import Group
 from layernodes.plan.layer_hooks import LayerHook, LayerHooks
 from layernodes.plan.layer_plan import WgradMode
+from layernodes.plan.pair_rule import PairRule, rule_of
 from layernodes.plan.program import Call
 from layernodes.plan.registry import LayerRegistry, NodeFactory, SlotKey
-from layernodes.plan.runner import Runner, StreamKind
+from layernodes.plan.runner import Runner
 from layernodes.plan.schedule import PairSchedule
-from layernodes.plan.shape import ChunkShape
+from layernodes.plan.stream_kind import StreamKind
 from layernodes.plan.validate import validate_pair
-
-PairRule = Callable[[ChunkShape | None, ChunkShape | None], PairSchedule]
-"""Chooses the order of a forward chunk beside a backward chunk, given their shapes; either may be None."""
 
 
 def schedule(
@@ -100,7 +97,7 @@ def schedule(
     chunks = [models] if isinstance(models, Module) else list(models)
     return TrainingSchedule(
         chunks,
-        _rule_of(order, WgradMode(wgrad)),
+        rule_of(order, WgradMode(wgrad)),
         WgradMode(wgrad),
         StreamKind(streams),
         partial(ChunkPlan.build, nodes=nodes, split_combine=split_combine, wgrad=wgrad, registry=registry, group=group),
@@ -299,32 +296,3 @@ class LayerSchedulePlan:
             after_forward=lambda _: post_forward_hook(module), after_backward=lambda _: post_backward_hook(module)
         )
         self._chunk_run.add_hooks(self._index, hooks)
-
-
-def _rule_of(order: str | PairRule | PathLike[str], wgrad: WgradMode) -> PairRule:
-    if callable(order):
-        return order
-    if isinstance(order, str) and order in pairs.BUILT_IN:
-        rule = pairs.BUILT_IN[order]
-        if wgrad is WgradMode.OFF:
-            return rule
-
-        def with_wgrad(forward: ChunkShape | None, backward: ChunkShape | None) -> PairSchedule:
-            return pairs.deferred(rule(forward, backward), forward, backward, "first_layer_last")
-
-        return with_wgrad
-    if not isinstance(order, str) or order.endswith((".txt", ".json")):
-        loaded = PairSchedule.load(order)
-        return lambda forward, backward: _only(loaded, forward, backward)
-    raise ScheduleError(
-        f"no pair schedule is called {order!r}; choose one of {', '.join(pairs.BUILT_IN)}, give a function of the two "
-        f"shapes, or a .txt or .json file"
-    )
-
-
-def _only(whole: PairSchedule, forward: ChunkShape | None, backward: ChunkShape | None) -> PairSchedule:
-    """The steps of a pair for the chunks that are there: at a trainer's first and last microbatch only one is."""
-    if forward is not None and backward is not None:
-        return whole
-    phases = "F" if backward is None else "BW"
-    return PairSchedule(step for step in whole if step.phase in phases)

@@ -18,7 +18,8 @@ from torch.utils._device import _device_constructors
 
 import layernodes.cpu
 from layernodes._cpu_device import share_storage
-from layernodes.cpu import HostLinear, cpu_host
+from layernodes._cpu_linear import HostLinear
+from layernodes.cpu import cpu_host
 from layernodes.errors import NodeStateError, UnsupportedLayerError
 from tests.support.build import make_microbatches, make_model
 from tests.support.compare import run_cell

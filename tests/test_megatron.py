@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import layernodes
 from layernodes import ChunkPlan, LayerPlan, NodeStateError, Runner, StepError, UnsupportedLayerError, schedules
-from layernodes.nodes import base
+from layernodes.nodes import base, copies
 from layernodes.plan import forward_funcs
 from tests.support.build import make_microbatches, make_model
 from tests.support.compare import run_cell
@@ -465,23 +465,24 @@ _COPIED = (
 
 
 def _count_copies(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count the tensors that nodes copy, by ``copied`` and by ``_own``, through which ``owned`` and ``put`` go."""
-    copies: Counter[str] = Counter()
-    copied, own = base.copied, base._own
+    """Count the tensors that nodes copy, by ``copied`` and by ``own``, through which ``owned`` and ``put`` go."""
+    found: Counter[str] = Counter()
+    copied, own = copies.copied, copies.own
 
     def counted_copied(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        copies["inputs"] += len(inputs)
+        found["inputs"] += len(inputs)
         return copied(inputs)
 
     def counted_own(tensor: Tensor) -> Tensor:
-        found = own(tensor)
-        copies["outputs and handoffs"] += found is not tensor
-        return found
+        mine = own(tensor)
+        found["outputs and handoffs"] += mine is not tensor
+        return mine
 
-    for module in (base, forward_funcs):
+    for module in (copies, forward_funcs):
         monkeypatch.setattr(module, "copied", counted_copied)
-    monkeypatch.setattr(base, "_own", counted_own)
-    return copies
+    for module in (copies, base):
+        monkeypatch.setattr(module, "own", counted_own)
+    return found
 
 
 class TestHandedOver:
@@ -509,11 +510,11 @@ class TestHandedOver:
     @pytest.mark.parametrize("name", _COPIED)
     def test_nothing_is_copied_under_install(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Under ``install()`` no node works on or hands on a copy; handed over, the same configuration does."""
-        copies = _count_copies(monkeypatch)
+        found = _count_copies(monkeypatch)
         _check(_named(name), layernodes.install)
-        assert copies == Counter()
+        assert found == Counter()
         _check(_named(name), handed_over)
-        assert copies["inputs"] + copies["outputs and handoffs"] > 0
+        assert found["inputs"] + found["outputs and handoffs"] > 0
 
     @pytest.mark.full
     @pytest.mark.timeout(3600)

@@ -18,7 +18,8 @@ from torch.nn import Linear
 
 from layernodes import ChunkPlan, LayerPlan, NodeContext, NodeStateError, Runner, ScheduleNode, Slot, StreamType
 from layernodes import schedules as built_in
-from layernodes.streams import NO_WAIT, DeviceStreams, InlineStreams, ThreadStreams
+from layernodes.device_streams import DeviceStreams
+from layernodes.streams import NO_WAIT, InlineStreams, ThreadStreams
 from tests.support.device import StandInEvent, stand_in_device
 
 COMPUTE, COMM = 0, 1

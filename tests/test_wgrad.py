@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from layernodes import Schedule, ScheduleError, Slot, schedules
 from layernodes.errors import NodeStateError, StepError
+from layernodes.stand_in import Site
 from layernodes.wgrad import WgradStore
 from tests.support.wgrads import (
     CommNode,
@@ -201,8 +202,6 @@ class TestStore:
         """What would never be computed is refused."""
         store = WgradStore()
         module = Grid(torch.randn(2, 2))
-        from layernodes.wgrad import Site  # noqa: PLC0415
-
         with store.standing_in([Site(module, "w", module.w)]):
             held = module.w
         store.park(held, lambda: torch.ones(2, 2))

@@ -23,7 +23,7 @@ from layernodes._megatron.chunk_ends import post_process, pre_process
 from layernodes._megatron.shared_parameters import SharedParameters
 from layernodes._megatron.support import check_block_kwargs, check_decoder, check_padding_mask, check_recomputed_norms
 from layernodes.errors import BatchError, UnsupportedLayerError
-from layernodes.wgrad import Site
+from layernodes.stand_in import Site
 
 _IGNORED: Final = ("inference_context", "inference_params")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from layernodes._megatron.decoder import begin_decoder, end_decoder
+from layernodes._megatron.decoder import as_received, begin_decoder, end_decoder
 from layernodes.errors import UnsupportedLayerError
 
 
@@ -26,10 +26,7 @@ def pre_process(model: Any, state: Any, hidden: Tensor | None) -> Tensor:
     """
     if hidden is not None:
         state.decoder_input = hidden
-    received = model.decoder.input_tensor
-    if not model.pre_process:
-        model.set_input_tensor(hidden)  # rotary embeddings read their length off it
-    try:
+    with as_received(model, hidden):
         (
             decoder_input,
             state.rotary_pos_emb,
@@ -44,8 +41,6 @@ def pre_process(model: Any, state: Any, hidden: Tensor | None) -> Tensor:
             packed_seq_params=state.packed_seq_params,
             padding_mask=state.padding_mask,
         )
-    finally:
-        model.set_input_tensor(received)
     state.decoder_input = None
     if state.output_processor is not None and model.pre_process:
         state.decoder_input = _for_processor(decoder_input)

@@ -6,7 +6,8 @@ Mirrors ``TransformerBlock.forward`` of megatron-core 0.19; a microbatch of a mo
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, final
 
 from megatron.core import tensor_parallel
@@ -48,12 +49,39 @@ def calls_of(chunk: Any) -> DecoderCalls:
     return progress_of(chunk).calls or _TRANSFORMER_BLOCK
 
 
+def begin_call(model: Any, chunk: Any, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """Begin the call of the model's decoder, for its hooks, with hidden states and the other arguments; returns the
+    hidden states that its layers work on."""
+    arguments = {"hidden_states": hidden if model.pre_process else None, **arguments}  # else it takes its input tensor
+    call, arguments = ModuleCall.begin(model.decoder, (), arguments)
+    progress_of(chunk).decoder_call = call
+    return arguments["hidden_states"] if call is not None and model.pre_process else hidden
+
+
+def end_call(chunk: Any, hidden: Tensor) -> Tensor:
+    """End the decoder's call, if one is in progress."""
+    progress = progress_of(chunk)
+    call, progress.decoder_call = progress.decoder_call, None
+    return hidden if call is None else call.end(hidden)
+
+
+@contextmanager
+def as_received(model: Any, hidden: Tensor | None) -> Iterator[None]:
+    """Let a part of a pipeline hold ``hidden`` as what it received: rotary embeddings read their length off it."""
+    received = model.decoder.input_tensor
+    if not model.pre_process:
+        model.set_input_tensor(hidden)
+    try:
+        yield
+    finally:
+        model.set_input_tensor(received)
+
+
 def _begin(chunk: Any, hidden: Tensor) -> Tensor:
     model = getattr(chunk, "model", None)
     if model is None:
         return hidden
     arguments = {
-        "hidden_states": hidden if model.pre_process else None,  # else the block takes its input tensor
         "attention_mask": chunk.attention_mask,
         "inference_context": None,
         "rotary_pos_emb": chunk.rotary_pos_emb,
@@ -65,9 +93,7 @@ def _begin(chunk: Any, hidden: Tensor) -> Tensor:
         "padding_mask": chunk.padding_mask,
         **(chunk.extra_block_kwargs or {}),
     }
-    call, arguments = ModuleCall.begin(model.decoder, (), arguments)
-    progress_of(chunk).decoder_call = call
-    return arguments["hidden_states"] if call is not None and model.pre_process else hidden
+    return begin_call(model, chunk, hidden, arguments)
 
 
 def _end(chunk: Any, hidden: Tensor) -> Tensor:
@@ -80,11 +106,7 @@ def _end(chunk: Any, hidden: Tensor) -> Tensor:
         hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
     elif not model.pre_process and len(model.decoder.layers) == 0:
         hidden = hidden.clone()  # else the chunk's output would be its input tensor
-    progress = progress_of(chunk)
-    if progress.decoder_call is not None:
-        hidden = progress.decoder_call.end(hidden)
-        progress.decoder_call = None
-    return hidden
+    return end_call(chunk, hidden)
 
 
 def _layer_arguments(ctx: NodeContext, hidden: Tensor) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 from torch import Tensor
 from torch.nn import Linear, Module
 
-from layernodes.wgrad import Site, WgradStore
+from layernodes.stand_in import Site
+from layernodes.wgrad import WgradStore
 
 _LIBRARIES: Final = ("megatron", "torch", "transformer_engine")
 PARALLEL_LINEARS: Final = (ColumnParallelLinear, RowParallelLinear)

@@ -15,9 +15,9 @@ from megatron.core.transformer.multi_token_prediction import process_mtp_loss
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from layernodes._megatron.calls import ModuleCall
 from layernodes._megatron.chunk import ModelChunk
 from layernodes._megatron.chunk_state import progress_of
+from layernodes._megatron.decoder import as_received, begin_call, end_call
 from layernodes._megatron.hybrid_support import check_hybrid_model
 from layernodes.state import NodeContext
 
@@ -90,13 +90,8 @@ class HybridChunk(ModelChunk):
             hidden = model.embedding(input_ids=state.input_ids, position_ids=state.position_ids)
             if model.config.sequence_parallel and not model.embedding.scatter_to_sequence_parallel:
                 hidden = tensor_parallel.scatter_to_sequence_parallel_region(hidden, group=model.pg_collection.tp)
-        received = model.decoder.input_tensor
-        if not model.pre_process:
-            model.set_input_tensor(given)  # rotary embeddings read their length off it
-        try:
+        with as_received(model, given):
             state.rotary_pos_emb = _rotary(model, hidden, state.packed_seq_params)
-        finally:
-            model.set_input_tensor(received)
         assert hidden is not None
         hidden = self._begin_decoder(state, hidden)
         return self._end_decoder(state, hidden) if not self.decoder_layers else hidden
@@ -134,18 +129,14 @@ class HybridChunk(ModelChunk):
         return output
 
     def _begin_decoder(self, state: Any, hidden: Tensor) -> Tensor:
-        model = self.model
         arguments = {
-            "hidden_states": hidden if model.pre_process else None,  # else the stack takes its input tensor
             "attention_mask": state.attention_mask,
             "inference_context": None,
             "rotary_pos_emb": state.rotary_pos_emb,
             "packed_seq_params": state.packed_seq_params,
             "padding_mask": state.padding_mask,
         }
-        call, arguments = ModuleCall.begin(model.decoder, (), arguments)
-        progress_of(state).decoder_call = call
-        return arguments["hidden_states"] if call is not None and model.pre_process else hidden
+        return begin_call(self.model, state, hidden, arguments)
 
     def _end_decoder(self, state: Any, hidden: Tensor) -> Tensor:
         decoder = self.model.decoder
@@ -154,11 +145,7 @@ class HybridChunk(ModelChunk):
         elif not self.model.pre_process and not self.decoder_layers:
             hidden = hidden.clone()  # else the chunk's output would be its input tensor
         hidden = make_viewless_tensor(inp=hidden, requires_grad=hidden.requires_grad, keep_graph=True)
-        progress = progress_of(state)
-        call, progress.decoder_call = progress.decoder_call, None
-        if call is not None:
-            hidden = call.end(hidden)
-        return hidden
+        return end_call(state, hidden)
 
 
 def _rotary(model: Any, hidden: Tensor | None, packed: Any) -> Any:

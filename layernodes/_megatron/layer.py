@@ -15,10 +15,9 @@ All of them work on a ``LayerPass``: one microbatch's private view of the layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from megatron.core.pipeline_parallel.utils import StageDispatchBwdGrad
@@ -30,59 +29,18 @@ from torch import Tensor
 
 from layernodes._megatron.calls import ModuleCall
 from layernodes._megatron.decoder import end_decoder, layer_arguments, layer_rng
+from layernodes._megatron.graphs import replay
+from layernodes._megatron.layer_pass import LayerPass, Routed
 from layernodes._megatron.overlapped_experts import run_overlapped_shared_experts
 from layernodes._megatron.private import (
     PrivateAllGatherDispatcher,
     adopt,
     private_layer,
     private_moe,
-    private_tensors,
     seal,
 )
 from layernodes._megatron.streams import current_device_stream
-from layernodes.lane import tensors_in
 from layernodes.state import NodeContext
-
-
-@final
-@dataclass(kw_only=True)
-class LayerPass:
-    """One microbatch's pass through one layer: the private views that its slots work on, handed from slot to slot.
-
-    Attributes:
-        layer: view of the transformer layer.
-        moes: views of its MoE layer, one for each chunk of ``mlp_chunks_for_training``; empty for a dense layer.
-        sizes: rows of tokens of each chunk, as they left the latest slot.
-        unflatten_mbs: samples that a packed batch was un-flattened into for the router, or None.
-        packed_seq_params, padding_mask, context: what ``_forward_mlp`` and the call's end need of the inputs.
-        call, moe_calls: calls in progress of the layer and its MoE layer, where hooks listen.
-    """
-
-    layer: TransformerLayer
-    moes: list[MoELayer] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    unflatten_mbs: int | None = None
-    packed_seq_params: Any = None
-    padding_mask: Tensor | None = None
-    context: Tensor | None = None
-    call: ModuleCall | None = None
-    moe_calls: list[ModuleCall | None] = field(default_factory=list)
-
-    def tensors(self) -> Iterator[Tensor]:
-        """All tensors on the private views, those that a recompute needs included."""
-        yield from tensors_in((self.padding_mask, self.context))
-        yield from private_tensors(self.layer)
-        for moe in self.moes:
-            yield from private_tensors(moe)
-
-
-class Routed(NamedTuple):
-    """What ``route`` makes: ``residual [s, b, h]``, the shared experts' output, and tokens with probs to dispatch."""
-
-    residual: Tensor
-    shared_expert_output: Tensor | None
-    tokens: Tensor
-    probs: Tensor
 
 
 @final
@@ -124,14 +82,14 @@ class LayerParts:
     def attend_and_route(self, ctx: NodeContext, hidden: Tensor) -> tuple[LayerPass, Routed]:
         """``attend`` and ``route``, by CUDA-graph replay where the layer has graphs (``_te_cuda_graph_replay``)."""
         if getattr(self.layer, "cuda_graphs", None):
-            return self._replay(ctx, hidden)
+            return replay(self.layer, ctx, hidden)
         layer_pass, hidden = self.attend(ctx, hidden)
         return layer_pass, self.route(layer_pass, hidden)
 
     def attend_dense(self, ctx: NodeContext, hidden: Tensor) -> tuple[LayerPass, Tensor]:
         """``attend`` of a dense layer, by CUDA-graph replay where the layer has graphs."""
         if getattr(self.layer, "cuda_graphs", None):
-            layer_pass, routed = self._replay(ctx, hidden)
+            layer_pass, routed = replay(self.layer, ctx, hidden)
             return layer_pass, routed.residual
         return self.attend(ctx, hidden)
 
@@ -294,24 +252,6 @@ class LayerParts:
         call = layer_pass.moe_calls[i]
         return output if call is None else call.end((output, None))[0]
 
-    def _replay(self, ctx: NodeContext, hidden: Tensor) -> tuple[LayerPass, Routed]:
-        """Replay the layer's CUDA graphs up to dispatch, as ``submodule_pre_dispatch_forward`` does."""
-        arguments = layer_arguments(ctx, hidden)
-        if getattr(self.layer, "backward_dw_wrapper", None) is None:  # nobody defers weight gradients here
-            self.layer.init_backward_dw_wrapper()
-        self.layer.set_te_cuda_graph_backward_dw_wrapper()
-        layer_pass = LayerPass(layer=private_layer(self.layer), padding_mask=arguments["padding_mask"])
-        if self.moe is not None:
-            moe = private_moe(self.moe)
-            layer_pass.layer = _with_mlp(layer_pass.layer, moe)
-            layer_pass.moes.append(moe)
-            layer_pass.moe_calls.append(None)
-        graph_arguments = {name: arguments[name] for name in _GRAPH_ARGUMENTS}
-        residual, tokens, probs, shared_output = layer_pass.layer._te_cuda_graph_replay(**graph_arguments)
-        if self.moe is not None:
-            seal(moe, self.moe)
-        return layer_pass, Routed(residual, shared_output, tokens, probs)
-
     def _end(self, ctx: NodeContext, layer_pass: LayerPass, output: Tensor) -> Tensor:
         """End the layer's call, and on the decoder's last layer apply its final norm and end its call."""
         if layer_pass.call is not None:
@@ -319,22 +259,6 @@ class LayerParts:
         if ctx.is_last_layer and not ctx.is_mtp:
             output = end_decoder(ctx.chunk_state, output)
         return output
-
-
-_GRAPH_ARGUMENTS = (
-    "hidden_states",
-    "attention_mask",
-    "rotary_pos_emb",
-    "rotary_pos_cos",
-    "rotary_pos_sin",
-    "packed_seq_params",
-    "sequence_len_offset",
-)
-
-
-def _with_mlp(layer: TransformerLayer, moe: MoELayer) -> TransformerLayer:
-    layer.__dict__["_modules"] = {**layer.__dict__["_modules"], "mlp": moe}
-    return layer
 
 
 def _gathers_into_global_buffer(dispatcher: Any) -> bool:

@@ -26,9 +26,9 @@ from layernodes._megatron.chunk_ends import post_process, pre_process
 from layernodes._megatron.shared_parameters import StandIns, shared_gradients_of, shared_parameters_of
 from layernodes._megatron.streams import current_lane
 from layernodes.release import release_inputs
+from layernodes.stand_in import Site
 from layernodes.state import carried
 from layernodes.streams import autocasts
-from layernodes.wgrad import Site
 
 _LATE: Final = "layernodes_late_stand_ins"
 _AUTOCASTS: Final = "layernodes_autocasts"

@@ -24,8 +24,8 @@ from typing import Any, Final, final
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from layernodes.stand_in import Site, deliver, keeping_parts, parts_of, replaced, stand_in_for
 from layernodes.state import carried
-from layernodes.wgrad import Site, deliver, keeping_parts, parts_of, replaced, stand_in_for
 
 _ATTRIBUTE: Final = "layernodes_shared_gradients"
 _PARAMETERS: Final = "layernodes_shared_parameters"

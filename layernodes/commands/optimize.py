@@ -8,8 +8,8 @@ from typing import Final
 
 from layernodes.command import Command, Write
 from layernodes.commands.common import add_costs, add_json, add_shape, check_folder, costs_of, shape_of, write_json
-from layernodes.plan.optimization import Optimized, Progress
 from layernodes.plan.optimize import optimize_pair_with_report, optimize_with_report
+from layernodes.plan.optimized import Optimized, Progress
 from layernodes.plan.schedule import PairSchedule, Schedule
 from layernodes.plan.units import in_seconds
 

@@ -22,9 +22,10 @@ from layernodes.demo.world import World, demo_world, num_launched_ranks
 from layernodes.plan import schedules
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.layer_plan import WgradMode
-from layernodes.plan.runner import Runner, StreamKind
+from layernodes.plan.runner import Runner
 from layernodes.plan.schedule import Schedule
 from layernodes.plan.shape import ChunkShape
+from layernodes.plan.stream_kind import StreamKind
 from layernodes.plan.wgrad import WgradPlace
 from layernodes.slots import Phase
 

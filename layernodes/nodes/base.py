@@ -15,8 +15,7 @@ microbatches: whatever belongs to a microbatch travels through the context.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import ClassVar, Final, Protocol, final
+from typing import ClassVar, Final, final
 
 import torch
 from torch import Tensor
@@ -26,27 +25,16 @@ from layernodes._megatron.caller import caller_frees_input, caller_frees_output
 from layernodes._megatron.deferral import deferrable_sites, deferring_parallel_linears
 from layernodes.errors import NodeStateError
 from layernodes.linear import deferring_products
+from layernodes.nodes.copies import on_copies, own, owned
 from layernodes.nodes.definition import check_definition
-from layernodes.nodes.edges import EdgeAudit, Forward, note_taken, note_written
-from layernodes.release import is_sole_holder
+from layernodes.nodes.edges import EdgeAudit, note_taken, note_written
 from layernodes.slots import ExtraSlot, Slot, StreamType
+from layernodes.stand_in import Site
 from layernodes.state import FusedContext, HandoffMap, NodeContext, fits, handoffs_of, spelling
-from layernodes.wgrad import Site, StoreHook, WgradStore, find_hook
+from layernodes.wgrad import StoreHook, WgradHook, WgradStore, find_hook
 
 _STORE: Final = "layernodes_wgrad_store"
 _VERBS: Final = ("put", "take", "__call__", "wgrad_store", "defer_wgrads", "new_hook")
-
-
-class WgradHook(Protocol):
-    """Computes the weight gradients that one node deferred in one microbatch."""
-
-    def backward_dw(self) -> None:
-        """Compute and accumulate them."""
-        ...
-
-    def parameters(self) -> Iterable[Parameter]:
-        """The parameters whose gradients ``backward_dw`` delivers."""
-        ...
 
 
 class ScheduleNode(ABC):
@@ -167,7 +155,7 @@ class ScheduleNode(ABC):
             )
         caller = ctx.outer if isinstance(ctx, FusedContext) else ctx
         if isinstance(value, Tensor) and caller_frees_input(caller) and not self.keeps_input():
-            value = _own(value)  # it may be an input, whose storage the caller will free
+            value = own(value)  # it may be an input, whose storage the caller will free
         if isinstance(ctx, FusedContext) and name in ctx.internal:
             pass  # a cut would lose its gradient: both sides go backward at once
         elif isinstance(value, Tensor) and value.requires_grad:
@@ -258,7 +246,7 @@ class ScheduleNode(ABC):
         return StoreHook(self, () if own is None else (own,), {site.parameter: None for site in self._wgrad_sites})
 
     def _run(self, ctx: NodeContext, inputs: tuple[Tensor, ...], *, is_audited: bool) -> Tensor | tuple[Tensor, ...]:
-        forward = _on_copies(self.forward) if caller_frees_input(ctx) and self.keeps_input() else self.forward
+        forward = on_copies(self.forward) if caller_frees_input(ctx) and self.keeps_input() else self.forward
         if is_audited:
             return self._audit.run(self, forward, ctx, inputs)
         return forward(ctx, *inputs)
@@ -295,28 +283,3 @@ class ScheduleNode(ABC):
                 f"{', '.join(untaken or unwritten)}; take and put each declared handoff in every forward, "
                 f"or call super().forward, which does"
             )
-
-
-def _on_copies(forward: Forward) -> Forward:
-    """``forward``, given copies of its inputs."""
-
-    def run(ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        return forward(ctx, *copied(inputs))
-
-    return run
-
-
-def copied(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Copies of the tensors among the inputs."""
-    return tuple(t.clone() if isinstance(t, Tensor) else t for t in inputs)
-
-
-def owned(outputs: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-    """The outputs, each with a storage that nobody else uses."""
-    if isinstance(outputs, tuple):
-        return tuple(_own(t) for t in outputs)
-    return _own(outputs)
-
-
-def _own(tensor: Tensor) -> Tensor:
-    return tensor.clone() if isinstance(tensor, Tensor) and not is_sole_holder(tensor) else tensor

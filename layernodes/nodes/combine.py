@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from layernodes._megatron.freeing import combine_uses_input
-from layernodes._megatron.layer import LayerPass
+from layernodes._megatron.layer_pass import LayerPass
 from layernodes._megatron.wgrad import latent_hook
-from layernodes.nodes.base import WgradHook
 from layernodes.nodes.layer_node import LayerNode
 from layernodes.slots import Slot, StreamType
 from layernodes.state import HandoffMap, NodeContext
+from layernodes.wgrad import WgradHook
 
 
 class CombineNode(LayerNode):

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from layernodes._megatron.layer import LayerPass
+from layernodes._megatron.layer_pass import LayerPass
 from layernodes.nodes.layer_node import LayerNode
 from layernodes.slots import Slot, StreamType
 from layernodes.state import HandoffMap, NodeContext

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from torch import Tensor
 
 from layernodes._megatron.freeing import experts_use_input
-from layernodes._megatron.layer import LayerPass
+from layernodes._megatron.layer_pass import LayerPass
 from layernodes._megatron.wgrad import mlp_hook
-from layernodes.nodes.base import WgradHook
 from layernodes.nodes.layer_node import LayerNode
 from layernodes.slots import Slot, StreamType
 from layernodes.state import HandoffMap, NodeContext
+from layernodes.wgrad import WgradHook
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer

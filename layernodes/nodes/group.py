@@ -18,16 +18,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from layernodes._megatron.calls import ModuleCall
 from layernodes._megatron.decoder import layer_rng
 from layernodes._megatron.deferral import deferrable_sites
 from layernodes._megatron.layer_kinds import precision_context
-from layernodes._megatron.mtp import begin_stack, end_stack, enter, join, leave, modules_before_stack
+from layernodes._megatron.mtp import begin_stack, end_stack, join, modules_before_stack
 from layernodes._megatron.wgrad import ModulesHook, own_deferred_parameters
 from layernodes.errors import PlanError, UnsupportedLayerError
-from layernodes.nodes.base import ScheduleNode, WgradHook
+from layernodes.nodes.base import ScheduleNode
+from layernodes.nodes.mtp_handoffs import MTP_HANDOFFS, enter_layer, leave_layer
 from layernodes.slots import ExtraSlot, Slot, StreamType
 from layernodes.state import FusedContext, HandoffMap, NodeContext
+from layernodes.wgrad import WgradHook
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -61,9 +62,7 @@ class _GroupNode(ScheduleNode):
     What the nodes read and write beside hidden states, their modules and their deferred weight gradients are its own.
     """
 
-    _members: tuple[_Member, ...]
-
-    def _join(self, members: Sequence[_Member]) -> None:
+    def __init__(self, members: Sequence[_Member]) -> None:
         self._members = tuple(members)
         self._reads = {**self._reads, **{k: v for m in members for k, v in m.node._reads.items()}}
         self._writes = {**self._writes, **{k: v for m in members for k, v in m.node._writes.items()}}
@@ -114,15 +113,20 @@ class GroupedPreDispatchNode(_GroupNode):
     slot = Slot.PRE_DISPATCH_COMPUTATION
     stream = StreamType.COMPUTE
 
-    def __init__(self, members: Sequence[_Member]) -> None:
-        self._join(members)
-
     def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         return self._run_members(ctx, inputs)
 
 
+class _StackNode(_GroupNode):
+    """An end of a multi-token-prediction layer over a stack, with the layers that run there."""
+
+    def __init__(self, layer: MultiTokenPredictionLayer, members: Sequence[_Member]) -> None:
+        super().__init__(members)
+        self._mtp: Any = layer
+
+
 @final
-class StackPreDispatchNode(_GroupNode):
+class StackPreDispatchNode(_StackNode):
     """The first slot of a multi-token-prediction layer over a stack: enters it, then as ``GroupedPreDispatchNode``.
 
     ======= =====================================================================================================
@@ -138,22 +142,11 @@ class StackPreDispatchNode(_GroupNode):
 
     slot = Slot.PRE_DISPATCH_COMPUTATION
     stream = StreamType.COMPUTE
-    writes: ClassVar[HandoffMap] = {
-        "mtp_depths": Tensor | None,
-        "mtp_latest": Tensor,
-        "mtp_call": ModuleCall | None,
-    }
-
-    def __init__(self, layer: MultiTokenPredictionLayer, members: Sequence[_Member]) -> None:
-        self._mtp: Any = layer
-        self._join(members)
+    writes: ClassVar[HandoffMap] = MTP_HANDOFFS
 
     def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         (depths,) = inputs
-        entry = enter(ctx, self._mtp, depths)
-        self.put(ctx, "mtp_depths", entry.earlier)
-        self.put(ctx, "mtp_latest", entry.latest)
-        self.put(ctx, "mtp_call", entry.call)
+        entry = enter_layer(self, ctx, self._mtp, depths)
         with layer_rng(ctx, self._mtp.config):
             hidden = join(self._mtp, entry)
         return self._run_members(ctx, (begin_stack(ctx, self._mtp, hidden),))
@@ -178,7 +171,7 @@ class StackPreDispatchNode(_GroupNode):
 
 
 @final
-class StackPostNode(_GroupNode):
+class StackPostNode(_StackNode):
     """The last slot of a multi-token-prediction layer over a stack: the layers left, then the layer's own norm.
 
     ======= =====================================================================================================
@@ -194,26 +187,12 @@ class StackPostNode(_GroupNode):
 
     slot = Slot.MTP_POST_PROCESS
     stream = StreamType.COMPUTE
-    reads: ClassVar[HandoffMap] = {
-        "mtp_depths": Tensor | None,
-        "mtp_latest": Tensor,
-        "mtp_call": ModuleCall | None,
-    }
-
-    def __init__(self, layer: MultiTokenPredictionLayer, members: Sequence[_Member]) -> None:
-        self._mtp: Any = layer
-        self._join(members)
+    reads: ClassVar[HandoffMap] = MTP_HANDOFFS
 
     def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         hidden = self._run_members(ctx, inputs)
-        depths = self.take(ctx, "mtp_depths")
-        latest = self.take(ctx, "mtp_latest")
-        call = self.take(ctx, "mtp_call")
         assert isinstance(hidden, Tensor)
-        assert isinstance(depths, Tensor | None)
-        assert isinstance(latest, Tensor)
-        assert isinstance(call, ModuleCall | None)
-        return leave(ctx, self._mtp, call, end_stack(ctx, hidden), depths, latest)
+        return leave_layer(self, ctx, self._mtp, end_stack(ctx, hidden))
 
     def modules(self) -> tuple[Module, ...]:
         return (self._mtp.final_layernorm, *super().modules())

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from layernodes._megatron.calls import ModuleCall
-from layernodes._megatron.mtp import leave
 from layernodes.errors import UnsupportedLayerError
 from layernodes.nodes.layer_node import LayerNode
+from layernodes.nodes.mtp_handoffs import MTP_HANDOFFS, leave_layer
 from layernodes.slots import Slot, StreamType
 from layernodes.state import HandoffMap, NodeContext
 
@@ -35,11 +34,7 @@ class MTPPostNode(LayerNode):
 
     slot = Slot.MTP_POST_PROCESS
     stream = StreamType.COMPUTE
-    reads: ClassVar[HandoffMap] = {
-        "mtp_depths": Tensor | None,
-        "mtp_latest": Tensor,
-        "mtp_call": ModuleCall | None,
-    }
+    reads: ClassVar[HandoffMap] = MTP_HANDOFFS
 
     def __init__(self, layer: MultiTokenPredictionLayer) -> None:
         super().__init__(layer)
@@ -53,11 +48,5 @@ class MTPPostNode(LayerNode):
 
     def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         (hidden,) = inputs
-        depths = self.take(ctx, "mtp_depths")
-        latest = self.take(ctx, "mtp_latest")
-        call = self.take(ctx, "mtp_call")
-        assert isinstance(depths, Tensor | None)
-        assert isinstance(latest, Tensor)
-        assert isinstance(call, ModuleCall | None)
         assert self._parts.mtp is not None
-        return leave(ctx, self._parts.mtp, call, hidden, depths, latest)
+        return leave_layer(self, ctx, self._parts.mtp, hidden)

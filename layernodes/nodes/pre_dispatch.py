@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from torch import Tensor
 
-from layernodes._megatron.calls import ModuleCall
 from layernodes._megatron.decoder import begin_decoder
-from layernodes._megatron.layer import LayerPass
-from layernodes._megatron.mtp import enter, join
+from layernodes._megatron.layer_pass import LayerPass
+from layernodes._megatron.mtp import join
 from layernodes._megatron.wgrad import pre_dispatch_hook
-from layernodes.nodes.base import WgradHook
 from layernodes.nodes.layer_node import LayerNode
+from layernodes.nodes.mtp_handoffs import MTP_HANDOFFS, enter_layer
 from layernodes.slots import Slot, StreamType
 from layernodes.state import HandoffMap, NodeContext
+from layernodes.wgrad import WgradHook
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _MOE_ONLY: Final = frozenset({"residual", "shared_expert_output", "pass_to_dispatch"})
 _DENSE_ONLY: Final = frozenset({"pass_to_mlp"})
-_MTP_ONLY: Final = frozenset({"mtp_depths", "mtp_latest", "mtp_call"})
+_MTP_ONLY: Final = frozenset(MTP_HANDOFFS)
 
 
 class PreDispatchNode(LayerNode):
@@ -49,9 +49,7 @@ class PreDispatchNode(LayerNode):
         "shared_expert_output": Tensor | None,
         "pass_to_dispatch": LayerPass,
         "pass_to_mlp": LayerPass,
-        "mtp_depths": Tensor | None,
-        "mtp_latest": Tensor,
-        "mtp_call": ModuleCall | None,
+        **MTP_HANDOFFS,
     }
 
     def __init__(self, layer: TransformerLayer | MultiTokenPredictionLayer) -> None:
@@ -64,10 +62,7 @@ class PreDispatchNode(LayerNode):
         parts = self._parts
         mtp = parts.mtp
         if mtp is not None:
-            entry = enter(ctx, mtp, hidden)
-            self.put(ctx, "mtp_depths", entry.earlier)
-            self.put(ctx, "mtp_latest", entry.latest)
-            self.put(ctx, "mtp_call", entry.call)
+            entry = enter_layer(self, ctx, mtp, hidden)
             with parts.rng(ctx):
                 return self._run_layer(ctx, join(mtp, entry))
         if ctx.is_first_layer:

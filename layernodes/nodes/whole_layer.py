@@ -11,10 +11,11 @@ from torch.nn import Module, Parameter
 from layernodes._megatron.decoder import begin_decoder, end_decoder, layer_rng
 from layernodes._megatron.support import check_layer
 from layernodes._megatron.wgrad import ModulesHook, attention_hook, held_back_hook, mlp_hook, own_deferred_parameters
-from layernodes.nodes.base import ScheduleNode, WgradHook
+from layernodes.nodes.base import ScheduleNode
 from layernodes.nodes.layer_node import LayerNode
 from layernodes.slots import Slot, StreamType
 from layernodes.state import NodeContext
+from layernodes.wgrad import WgradHook
 
 if TYPE_CHECKING:
     from megatron.core.ssm.mamba_layer import MambaLayer

@@ -32,29 +32,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, final
 
+from layernodes.plan.partial_schedule import State, Trail, add
 from layernodes.plan.problem import NO_CLASS, Problem
 
 _MANY_CLASSES: Final = 6
-
-# Choices: a line's number, or the number of lines plus a class's number.
-Trail = tuple["Trail", int] | None
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class State:
-    """One partial schedule; see the module."""
-
-    positions: tuple[int, ...]
-    pending: tuple[int, ...]
-    compute_free: float
-    comm_free: float
-    ready: tuple[float, ...]
-    launched: float
-    compute_left: float
-    comm_left: float
-    held: int
-    trail: Trail
 
 
 @final
@@ -142,7 +123,7 @@ class _Search:
                     after = self.launch(state, choice)
                     if after is not None:
                         num_states += 1
-                        _add(fronts.setdefault((after.positions, after.pending), []), after)
+                        add(fronts.setdefault((after.positions, after.pending), []), after)
             ranked = [(*self.rank(state), state) for front in fronts.values() for state in front]
             ranked = [entry for entry in ranked if entry[0] < limits.below]
             if len(ranked) > limits.width:
@@ -289,21 +270,3 @@ class _Search:
             else:
                 order.append(available[choice - len(problem.lines)].popleft())
         return tuple(order)
-
-
-def _add(front: list[State], state: State) -> None:
-    """Add a state to those with the same steps, unless one is nowhere later; drop those that are nowhere earlier."""
-    for other in front:
-        if _no_later(other, state):
-            return
-    front[:] = [other for other in front if not _no_later(state, other)]
-    front.append(state)
-
-
-def _no_later(a: State, b: State) -> bool:
-    return (
-        a.compute_free <= b.compute_free
-        and a.comm_free <= b.comm_free
-        and a.launched <= b.launched
-        and all(x <= y for x, y in zip(a.ready, b.ready, strict=True))
-    )

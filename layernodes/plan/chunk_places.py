@@ -14,7 +14,7 @@ from layernodes.plan.layer_plan import LayerPlan
 from layernodes.plan.registry import SlotKey
 from layernodes.plan.shape import ChunkShape
 from layernodes.slots import POST_PROCESS, PRE_PROCESS, Slot, StreamType
-from layernodes.wgrad import Site
+from layernodes.stand_in import Site
 
 
 @final

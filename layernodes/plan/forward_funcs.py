@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from layernodes._megatron.caller import caller_frees_input, caller_frees_output
 from layernodes.nodes import ScheduleNode
-from layernodes.nodes.base import copied, owned
+from layernodes.nodes.copies import copied, owned
 from layernodes.slots import MEGATRON_SLOTS, ExtraSlot, Slot
 from layernodes.state import FusedContext
 

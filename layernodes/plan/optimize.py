@@ -24,7 +24,8 @@ from collections.abc import Callable
 from layernodes.errors import ScheduleError
 from layernodes.plan import candidates, schedules
 from layernodes.plan.costs import CostModel
-from layernodes.plan.optimization import MAX_STATES, Effort, Optimization, Optimized, Progress
+from layernodes.plan.optimization import MAX_STATES, Effort, Optimization
+from layernodes.plan.optimized import Optimized, Progress
 from layernodes.plan.rules import Mode, Rules
 from layernodes.plan.schedule import PairSchedule, Schedule
 from layernodes.plan.shape import ChunkShape

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from layernodes.plan.costs import CostModel
+from layernodes.plan.costs import CostModel, SlotCost
 from layernodes.plan.rules import NONE, Rules
 from layernodes.plan.step import Step
 from layernodes.slots import Phase, StreamType
@@ -102,55 +102,63 @@ def build_problem(rules: Rules, costs: CostModel, *, compute_factor: float = 1.0
     Raises:
         CostError: a slot has no cost.
     """
-    tables = {phase: {} if shape is None else costs.table(shape) for phase, shape in rules.shapes.items()}
-    required = list(rules.required())
-    nearest = rules.nearest(required)
-    wgrad_ids = {b: w for b, w in enumerate(rules.wgrad_of) if w != NONE}
-    classes: dict[WgradClass, int] = {}
-    members: dict[int, list[int]] = {}
-    for number in required:
-        step = rules.steps[number]
-        if step.phase is not Phase.W:
-            line = members.setdefault(step.microbatch, [])
-            assert nearest[number] == (line[-1] if line else NONE)
-            line.append(number)
+    reading = _Reading(rules, costs, compute_factor)
+    lines = tuple(reading.line(ids) for ids in reading.chains())
+    return Problem(
+        rules=rules,
+        lines=lines,
+        classes=tuple(reading.classes),
+        wgrad_ids=reading.wgrad_ids,
+        alike=all(
+            (line.seconds, line.comm, line.wgrad) == (lines[0].seconds, lines[0].comm, lines[0].wgrad) for line in lines
+        ),
+        held=reading.held(),
+        compute_total=reading.total(StreamType.COMPUTE),
+        comm_total=reading.total(StreamType.COMM),
+    )
 
-    def seconds_of(number: int) -> float:
-        step = rules.steps[number]
-        cost = tables[step.phase][step.layer, step.slot]
-        factor = 1.0 if rules.streams[number] is StreamType.COMM else compute_factor
-        return factor * cost.seconds(step.phase, deferred=number in wgrad_ids)
 
-    def class_of(number: int) -> int:
-        if number not in wgrad_ids:
-            return NO_CLASS
-        wgrad = wgrad_ids[number]
-        step = rules.steps[wgrad]
-        found = WgradClass(
-            seconds=seconds_of(wgrad),
-            comm=rules.streams[wgrad] is StreamType.COMM,
-            releases=tables[Phase.W][step.layer, step.slot].releases(Phase.W),
-        )
-        return classes.setdefault(found, len(classes))
+class _Reading:
+    """Rules and costs, read step by step; ``classes`` grows with the lines."""
 
-    def build_line(ids: Sequence[int]) -> Line:
-        steps = [rules.steps[number] for number in ids]
-        cost = [tables[step.phase][step.layer, step.slot] for step in steps]
-        seconds = [seconds_of(number) for number in ids]
-        comm = [rules.streams[number] is StreamType.COMM for number in ids]
+    def __init__(self, rules: Rules, costs: CostModel, compute_factor: float) -> None:
+        self.rules = rules
+        self.tables = {phase: {} if shape is None else costs.table(shape) for phase, shape in rules.shapes.items()}
+        self.compute_factor = compute_factor
+        self.required = list(rules.required())
+        self.wgrad_ids = {b: w for b, w in enumerate(rules.wgrad_of) if w != NONE}
+        self.classes: dict[WgradClass, int] = {}
+
+    def chains(self) -> Iterable[Sequence[int]]:
+        """The forward and backward steps of each microbatch, in order."""
+        nearest = self.rules.nearest(self.required)
+        members: dict[int, list[int]] = {}
+        for number in self.required:
+            step = self.rules.steps[number]
+            if step.phase is not Phase.W:
+                line = members.setdefault(step.microbatch, [])
+                assert nearest[number] == (line[-1] if line else NONE)
+                line.append(number)
+        return members.values()
+
+    def line(self, ids: Sequence[int]) -> Line:
+        steps = [self.rules.steps[number] for number in ids]
+        cost = [self.cost(step) for step in steps]
+        seconds = [self.seconds(number) for number in ids]
+        comm = [self.is_comm(number) for number in ids]
         tail, to_compute, to_comm = [0.0], [float("inf")], [float("inf")]
         for index in reversed(range(len(ids))):
-            wgrad = wgrad_ids.get(ids[index])
-            tail.append(seconds[index] + max(tail[-1], 0.0 if wgrad is None else seconds_of(wgrad)))
+            wgrad = self.wgrad_ids.get(ids[index])
+            tail.append(seconds[index] + max(tail[-1], 0.0 if wgrad is None else self.seconds(wgrad)))
             to_compute.append(seconds[index] + to_compute[-1] if comm[index] else 0.0)
             to_comm.append(0.0 if comm[index] else seconds[index] + to_comm[-1])
         return Line(
             ids=tuple(ids),
             seconds=tuple(seconds),
             comm=tuple(comm),
-            wgrad=tuple(class_of(number) for number in ids),
+            wgrad=tuple(self.wgrad_class(number) for number in ids),
             acquires=tuple(
-                c.acquires(s.phase, deferred=n in wgrad_ids) for c, s, n in zip(cost, steps, ids, strict=True)
+                c.acquires(s.phase, deferred=n in self.wgrad_ids) for c, s, n in zip(cost, steps, ids, strict=True)
             ),
             releases=tuple(c.releases(s.phase) for c, s in zip(cost, steps, strict=True)),
             tail=tuple(reversed(tail)),
@@ -158,23 +166,39 @@ def build_problem(rules: Rules, costs: CostModel, *, compute_factor: float = 1.0
             to_comm=tuple(reversed(to_comm)),
         )
 
-    lines = tuple(build_line(ids) for ids in members.values())
-    totals = {stream: sum(seconds_of(n) for n in required if rules.streams[n] is stream) for stream in StreamType}
-    forwards = {(s.microbatch, s.layer, s.slot) for s in rules.steps if s.phase is Phase.F}
-    held = sum(
-        tables[Phase.B][s.layer, s.slot].activation_bytes
-        for s in (rules.steps[n] for n in required)
-        if s.phase is Phase.B and (s.microbatch, s.layer, s.slot) not in forwards
-    )
-    return Problem(
-        rules=rules,
-        lines=lines,
-        classes=tuple(classes),
-        wgrad_ids=wgrad_ids,
-        alike=all(
-            (line.seconds, line.comm, line.wgrad) == (lines[0].seconds, lines[0].comm, lines[0].wgrad) for line in lines
-        ),
-        held=held,
-        compute_total=totals[StreamType.COMPUTE],
-        comm_total=totals[StreamType.COMM],
-    )
+    def wgrad_class(self, number: int) -> int:
+        """The class of the ``W`` that a step makes available, or ``NO_CLASS``."""
+        wgrad = self.wgrad_ids.get(number)
+        if wgrad is None:
+            return NO_CLASS
+        found = WgradClass(
+            seconds=self.seconds(wgrad),
+            comm=self.is_comm(wgrad),
+            releases=self.cost(self.rules.steps[wgrad]).releases(Phase.W),
+        )
+        return self.classes.setdefault(found, len(self.classes))
+
+    def held(self) -> int:
+        """Bytes of the activations of forward steps that are no part of this, as of a pair's backward chunk."""
+        steps = self.rules.steps
+        forwards = {(s.microbatch, s.layer, s.slot) for s in steps if s.phase is Phase.F}
+        return sum(
+            self.cost(s).activation_bytes
+            for s in (steps[n] for n in self.required)
+            if s.phase is Phase.B and (s.microbatch, s.layer, s.slot) not in forwards
+        )
+
+    def total(self, stream: StreamType) -> float:
+        """Seconds of all steps of a stream."""
+        return sum(self.seconds(number) for number in self.required if self.rules.streams[number] is stream)
+
+    def seconds(self, number: int) -> float:
+        step = self.rules.steps[number]
+        factor = 1.0 if self.is_comm(number) else self.compute_factor
+        return factor * self.cost(step).seconds(step.phase, deferred=number in self.wgrad_ids)
+
+    def is_comm(self, number: int) -> bool:
+        return self.rules.streams[number] is StreamType.COMM
+
+    def cost(self, step: Step) -> SlotCost:
+        return self.tables[step.phase][step.layer, step.slot]

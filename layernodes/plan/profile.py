@@ -39,9 +39,10 @@ from layernodes.plan.held_bytes import measure_held_bytes
 from layernodes.plan.measured import costs_of_timelines
 from layernodes.plan.program import Op
 from layernodes.plan.ranks import side_group
-from layernodes.plan.runner import Runner, StreamKind
+from layernodes.plan.runner import Runner
 from layernodes.plan.schedule import Schedule
 from layernodes.plan.step import Step
+from layernodes.plan.stream_kind import StreamKind
 from layernodes.plan.timeline import Interval, Timeline
 from layernodes.plan.wgrad import WgradPlace
 from layernodes.slots import StreamType

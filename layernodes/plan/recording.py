@@ -23,14 +23,12 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
-import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,6 +36,7 @@ from layernodes.errors import StreamOrderError
 from layernodes.lane import Lane, tensors_in
 from layernodes.plan.collectives import group_of
 from layernodes.plan.program import LANES, Op
+from layernodes.plan.storages import Mark, Storage, accesses_of, has_storage
 from layernodes.slots import Phase, StreamType
 from layernodes.streams import NO_WAIT, Spans
 
@@ -94,7 +93,7 @@ class RecordingStreams:
         self.records = []
         recorder = _Recorder(self.records)
         clocks = ([0, 0], [0, 0])
-        marks: tuple[list[_Mark], list[_Mark]] = ([], [])
+        marks: tuple[list[Mark], list[Mark]] = ([], [])
         spans: list[tuple[float, float]] = []
         clock = time.perf_counter
         start = clock()
@@ -106,7 +105,7 @@ class RecordingStreams:
                 mine[0], mine[1] = (max(a, b) for a, b in zip(mine, awaited.clock, strict=True))
                 self.records.append(Record(RecordKind.WAIT, op.text, LANES[op.lane], awaited.op.text))
             mine[op.lane] = op.index + 1
-            mark = _Mark(op, (mine[0], mine[1]))
+            mark = Mark(op, (mine[0], mine[1]))
             marks[op.lane].append(mark)
             began = clock()
             recorder.begin(mark)
@@ -117,52 +116,6 @@ class RecordingStreams:
         return spans
 
 
-class _Mark(NamedTuple):
-    """A step, and how far each lane had come before it could start (itself included)."""
-
-    op: Op
-    clock: tuple[int, int]
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """The slot of one microbatch that the step belongs to."""
-        return self.op.run, self.op.place
-
-    def comes_after(self, earlier: _Mark) -> bool:
-        """Whether this step cannot start before ``earlier`` is done."""
-        return self.clock[earlier.op.lane] > earlier.op.index
-
-    def may_read(self, maker: _Mark, declared: set[tuple[int, int]]) -> bool:
-        """Whether this step has been handed what ``maker`` made, or made it itself.
-
-        What one backward recomputes for another of its layer goes through autograd's own graph.
-        """
-        if maker.key == self.key or self.key in declared:
-            return True
-        mine, other = self.op.step, maker.op.step
-        if mine is None or other is None:
-            return True  # a trainer's call reads what its passes made
-        same_layer = (mine.microbatch, mine.layer) == (other.microbatch, other.layer)
-        return same_layer and mine.phase is not Phase.F and other.phase is not Phase.F
-
-
-class _Storage:
-    """What is known of one storage."""
-
-    __slots__ = ("declared", "maker", "name", "number", "readers", "ref", "released_by", "used_on", "writer")
-
-    def __init__(self, number: int, tensor: Tensor, maker: _Mark | None, made_by: str) -> None:
-        self.number = number
-        self.ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # untyped in torch
-        self.name = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} {made_by}"
-        self.maker = maker
-        self.writer = maker
-        self.readers: list[_Mark | None] = [None, None]
-        self.used_on: set[int] = set()
-        self.declared: set[tuple[int, int]] = set()
-        self.released_by: _Mark | None = None
-
-
 @final
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__ is untyped in torch
     """Sees every operation of the current step; is its lane, too."""
@@ -170,15 +123,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __in
     def __init__(self, records: list[Record]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._records = records
-        self._storages: dict[int, _Storage] = {}
+        self._storages: dict[int, Storage] = {}
         self._count = 0
-        self._now: _Mark | None = None
+        self._now: Mark | None = None
         self._paused = False
-        self._freed: tuple[list[_Storage], list[_Storage]] = ([], [])
+        self._freed: tuple[list[Storage], list[Storage]] = ([], [])
         self._parameters: dict[int, weakref.ref[Parameter]] = {}
-        self._groups: dict[str, _Mark] = {}
+        self._groups: dict[str, Mark] = {}
 
-    def begin(self, mark: _Mark) -> None:
+    def begin(self, mark: Mark) -> None:
         """The step ``mark`` starts; storages freed before are handed out to it."""
         self._now = mark
         self._hand_out()
@@ -235,8 +188,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __in
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        written: set[_Storage] = set()
-        for tensor, writes in sorted(_arguments(func, args, kwargs), key=lambda found: not found[1]):
+        written: set[Storage] = set()
+        for tensor, writes in sorted(accesses_of(func, args, kwargs), key=lambda found: not found[1]):
             storage = self._known(tensor) or self._add(tensor, None, "from outside")
             if isinstance(tensor, Parameter):
                 self._parameters[id(tensor)] = weakref.ref(tensor)
@@ -248,30 +201,30 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __in
             self._check_group(func, args)
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
-            if _has_storage(tensor) and self._known(tensor) is None:
+            if has_storage(tensor) and self._known(tensor) is None:
                 self._add(tensor, self._mark(), f"made by {self._mark().op.text} ({func})")
         return result
 
-    def _mark(self) -> _Mark:
+    def _mark(self) -> Mark:
         assert self._now is not None
         return self._now
 
-    def _known(self, tensor: Tensor) -> _Storage | None:
-        return self._storages.get(tensor.untyped_storage()._cdata) if _has_storage(tensor) else None
+    def _known(self, tensor: Tensor) -> Storage | None:
+        return self._storages.get(tensor.untyped_storage()._cdata) if has_storage(tensor) else None
 
-    def _add(self, tensor: Tensor, maker: _Mark | None, made_by: str) -> _Storage:
-        storage = _Storage(self._count, tensor, maker, made_by)
+    def _add(self, tensor: Tensor, maker: Mark | None, made_by: str) -> Storage:
+        storage = Storage(self._count, tensor, maker, made_by)
         self._count += 1
         self._storages[tensor.untyped_storage()._cdata] = storage
         if maker is not None:
             self._note(RecordKind.WRITE, storage)
         return storage
 
-    def _note(self, kind: RecordKind, storage: _Storage) -> None:
+    def _note(self, kind: RecordKind, storage: Storage) -> None:
         op = self._mark().op
         self._records.append(Record(kind, op.text, LANES[op.lane], storage.name, storage.number))
 
-    def _access(self, storage: _Storage, tensor: Tensor, *, writes: bool, kind: RecordKind | None = None) -> None:
+    def _access(self, storage: Storage, tensor: Tensor, *, writes: bool, kind: RecordKind | None = None) -> None:
         mark = self._mark()
         self._note(kind or (RecordKind.WRITE if writes else RecordKind.READ), storage)
         verb = "writes" if writes else "reads"
@@ -329,7 +282,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __in
                 name, step=self._mark().op.text, other=first.op.text, stream=LANES[first.op.lane].value
             )
 
-    def _error(self, rule: str, storage: _Storage, other: _Mark | None, what: str) -> StreamOrderError:
+    def _error(self, rule: str, storage: Storage, other: Mark | None, what: str) -> StreamOrderError:
         step = self._mark().op
         other_text = None if other is None else other.op.text
         return StreamOrderError(
@@ -339,24 +292,3 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __in
             other=other_text,
             tensor=storage.name,
         )
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
-
-
-def _arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Tensor, bool]]:
-    """The tensors an operation is given, each with whether it writes there."""
-    is_collective = func.namespace == "c10d"
-    declared = func._schema.arguments
-    given = [*zip(declared, args, strict=False), *((a, kwargs[a.name]) for a in declared if a.name in kwargs)]
-    if kwargs.get("beta") == 0:
-        given = given[1:]  # what a product would be added to is not read then: Megatron-Core passes a shared buffer
-    for argument, value in given:
-        if is_collective:
-            writes = not argument.name.startswith("input")
-        else:
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in tensors_in(value):
-            if _has_storage(tensor):
-                yield tensor, writes

@@ -10,46 +10,35 @@ take outputs and gradients, close the runs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Final, Self, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from layernodes.device_streams import DeviceStreams
 from layernodes.errors import NodeStateError, OptionError, ScheduleError
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import ChunkRun
 from layernodes.plan.collectives import CollectiveWatch
 from layernodes.plan.layer_hooks import LayerHooks
 from layernodes.plan.performance import Performance, StepCallback
-from layernodes.plan.program import LANES, Call, Op, Program, compile_steps
-from layernodes.plan.ranks import RankCheck, fingerprint
-from layernodes.plan.recording import RecordingStreams
+from layernodes.plan.program import LANES, Call, Op, Program
+from layernodes.plan.program_cache import Compiled, ProgramCache
+from layernodes.plan.ranks import RankCheck
 from layernodes.plan.rng import RngMode, StepGenerators
-from layernodes.plan.rules import Mode, Rules
+from layernodes.plan.rules import Mode
 from layernodes.plan.schedule import PairSchedule, Schedule
+from layernodes.plan.stream_kind import StreamKind, make_streams
 from layernodes.plan.timeline import Interval, Timeline
-from layernodes.plan.validate import check
 from layernodes.slots import Phase
-from layernodes.streams import DeviceStreams, InlineStreams, Spans, Streams, ThreadStreams
-
-_MAX_COMPILED: Final = 256
-
-
-class StreamKind(StrEnum):
-    """Which streams a runner uses; ``auto``: the accelerator's where there is one, else threads."""
-
-    AUTO = "auto"
-    CUDA = "cuda"
-    THREADS = "threads"
-    INLINE = "inline"
-    RECORDING = "recording"
+from layernodes.streams import Spans, Streams
 
 
 @final
@@ -99,13 +88,15 @@ class Runner:
         after_step: StepCallback | None = None,
         layer_hooks: LayerHooks | None = None,
     ) -> None:
-        self._streams = _make_streams(_option(StreamKind, "streams", streams)) if isinstance(streams, str) else streams
+        self._streams = make_streams(_option(StreamKind, "streams", streams)) if isinstance(streams, str) else streams
         self._rng = _option(RngMode, "rng", rng)
         self._before_step = before_step
         self._after_step = after_step
         self._layer_hooks = layer_hooks
         self._ranks = RankCheck()
-        self._compiled: dict[tuple[Hashable, ...], _Compiled] = {}
+        # On an accelerator the forward send runs on the communication stream, as Megatron-Core has it. Threads would
+        # race in the pipeline's process group there, so they make all calls from the compute lane.
+        self._programs = ProgramCache(post_forward_lane=1 if isinstance(self._streams, DeviceStreams) else 0)
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -119,7 +110,7 @@ class Runner:
     def close(self) -> None:
         """Give back what the runner holds; it cannot run afterwards."""
         self._closed = True
-        self._compiled.clear()
+        self._programs.clear()
         self._ranks.close()
 
     def run(
@@ -147,7 +138,9 @@ class Runner:
         with torch.set_grad_enabled(trains):
             try:
                 _check_loss_grads(loss_grads, batches)
-                compiled = self._compile_schedule(schedule, chunk, len(batches), Mode.TRAIN if trains else Mode.FORWARD)
+                compiled = self._programs.of_schedule(
+                    schedule, chunk, len(batches), Mode.TRAIN if trains else Mode.FORWARD
+                )
                 runs = [chunk.open(batch) for batch in batches]
                 _add_hooks(runs, self._layer_hooks)
             except Exception:
@@ -193,7 +186,7 @@ class Runner:
         chunks = (None if forward is None else forward.plan, None if backward is None else backward.plan)
         groups = _groups_of(chunks)
         try:
-            compiled = self._compile_pair(schedule, *chunks, frozenset(calls or ()))
+            compiled = self._programs.of_pair(schedule, *chunks, frozenset(calls or ()))
         except Exception:
             self._ranks.withdraw(groups)
             raise
@@ -225,7 +218,7 @@ class Runner:
 
     def _perform(
         self,
-        compiled: _Compiled,
+        compiled: Compiled,
         runs: Sequence[ChunkRun | None],
         groups: Sequence[ProcessGroup],
         loss_grads: Sequence[Any] | None,
@@ -252,65 +245,6 @@ class Runner:
             pending.wait()
         compiled.is_watched = True
         return spans
-
-    def _compile_schedule(self, schedule: Schedule, chunk: ChunkPlan, num_microbatches: int, mode: Mode) -> _Compiled:
-        key = (id(schedule), id(chunk), num_microbatches)
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            rules = Rules.of(chunk.shape, num_microbatches, mode)
-            check(schedule.steps, rules)
-            program = compile_steps(schedule.steps, rules, [chunk] * num_microbatches)
-            text = f"{mode} {num_microbatches}\n{schedule}"
-            compiled = self._keep(key, _Compiled(program, fingerprint(text), (schedule, chunk)))
-        return compiled
-
-    def _compile_pair(
-        self,
-        schedule: PairSchedule,
-        forward: ChunkPlan | None,
-        backward: ChunkPlan | None,
-        calls: frozenset[Call],
-    ) -> _Compiled:
-        key = (id(schedule), id(forward), id(backward), calls)
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            rules = Rules.of_pair(
-                None if forward is None else forward.shape, None if backward is None else backward.shape
-            )
-            check(schedule.steps, rules)
-            lanes = {call: self._lane_of(call) for call in calls}
-            program = compile_steps(schedule.steps, rules, [forward, backward], lanes)
-            sources = (schedule, forward, backward)
-            compiled = self._keep(key, _Compiled(program, fingerprint(f"pair\n{schedule}"), sources))
-        return compiled
-
-    def _keep(self, key: tuple[Hashable, ...], compiled: _Compiled) -> _Compiled:
-        if len(self._compiled) == _MAX_COMPILED:  # a trainer may make a new schedule for every step
-            del self._compiled[next(iter(self._compiled))]
-        self._compiled[key] = compiled
-        return compiled
-
-    def _lane_of(self, call: Call) -> int:
-        # On an accelerator the forward send runs on the communication stream, as Megatron-Core has it. Threads would
-        # race in the pipeline's process group there, so they make all calls from the compute lane.
-        return 1 if call is Call.POST_FORWARD and isinstance(self._streams, DeviceStreams) else 0
-
-
-@final
-@dataclass(slots=True)
-class _Compiled:
-    """A program, with what it was compiled from, kept so that the ids that it is filed under stay theirs.
-
-    Attributes:
-        program, fingerprint: the program, and what tells it from that of another rank.
-        sources: the schedule and the chunks.
-        is_watched: whether a run of it has shown on which streams its collectives are issued.
-    """
-
-    program: Program
-    fingerprint: Tensor
-    sources: tuple[object, ...]
-    is_watched: bool = False
 
 
 def _add_hooks(runs: Iterable[ChunkRun], hooks: LayerHooks | None) -> None:
@@ -345,18 +279,6 @@ def _check_loss_grads(loss_grads: Sequence[Any] | None, batches: Sequence[Any]) 
 def _groups_of(chunks: Iterable[ChunkPlan | None]) -> list[ProcessGroup]:
     groups = [group for chunk in chunks if chunk is not None for group in chunk.exchange_groups]
     return list({id(group): group for group in groups}.values())
-
-
-def _make_streams(kind: StreamKind) -> Streams[Op]:
-    if kind is StreamKind.INLINE:
-        return InlineStreams()
-    if kind is StreamKind.RECORDING:
-        return RecordingStreams()
-    if kind is StreamKind.THREADS:
-        return ThreadStreams()
-    if kind is StreamKind.CUDA or torch.accelerator.is_available():
-        return DeviceStreams()
-    return ThreadStreams()
 
 
 def _timeline(program: Program, spans: Spans) -> Timeline:

@@ -6,7 +6,6 @@ import gc
 import random
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -24,7 +23,7 @@ from layernodes.slots import Slot
 from layernodes.testing.bench import NodeBench, node_names
 from layernodes.testing.orders import random_schedule
 from layernodes.testing.report import Check, Finding
-from layernodes.testing.watch import Watch, attributes, changed, owners_of
+from layernodes.testing.watch import Watch, attributes, changed, no_collection, owners_of
 
 _FAULTS_A_STEP: Final = 8
 
@@ -53,7 +52,7 @@ def check_memory(bench: NodeBench, slot: SlotKey) -> Iterator[Finding]:
     owners = owners_of(node_names(bench.chunk), _named_layers(bench))
     bench.run(_mixed(bench))  # what is made once and kept, such as a cache of masks, is there now
     watch = Watch()
-    with _no_collection(), watch:
+    with no_collection(), watch:
         bench.run(_mixed(bench), before_step=watch.begin, after_step=watch.end)
         bench.restore()
         alive = watch.alive(owners)
@@ -256,14 +255,3 @@ def _named_layers(bench: NodeBench) -> list[tuple[str, Any]]:
     if len(bench.layers) == 1:
         return [("layer", bench.layers[0])]
     return [(f"layer {i}", layer) for i, layer in enumerate(bench.layers)]
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Final, NamedTuple, final
 
@@ -152,3 +154,15 @@ def owners_of(nodes: Iterable[tuple[str, object]], layers: Iterable[tuple[str, M
     for name, layer in layers:
         named |= {f"{name}.{path}" if path else name: module for path, module in layer.named_modules()}
     return named
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect no cycles, so that what would wait for a collection shows."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

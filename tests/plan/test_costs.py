@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from layernodes.errors import CostError
 from layernodes.plan.costs import FREE, CostModel, SlotCost
-from layernodes.plan.presets import H100, PRESETS, preset
+from layernodes.plan.hardware import H100
+from layernodes.plan.presets import PRESETS, preset
 from layernodes.plan.shape import ChunkShape
 from layernodes.slots import StreamType
 

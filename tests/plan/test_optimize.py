@@ -12,8 +12,8 @@ from layernodes.errors import ScheduleError
 from layernodes.plan import pairs, schedules
 from layernodes.plan.bounds import lower_bound
 from layernodes.plan.costs import CostModel, SlotCost
-from layernodes.plan.optimization import Optimized, Progress
 from layernodes.plan.optimize import optimize, optimize_pair, optimize_pair_with_report, optimize_with_report
+from layernodes.plan.optimized import Optimized, Progress
 from layernodes.plan.presets import PRESETS
 from layernodes.plan.problem import build_problem
 from layernodes.plan.rules import Rules

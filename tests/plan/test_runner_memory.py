@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layernodes import ChunkPlan, Runner, schedules
 from layernodes.lane import tensors_in
-from layernodes.plan.runner import _MAX_COMPILED
+from layernodes.plan.program_cache import MAX_COMPILED
 from tests.support import toy
 from tests.support.configs import by_name
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
@@ -45,10 +45,10 @@ def test_new_schedules_do_not_pile_up() -> None:
     """A runner given a new schedule every time keeps a few of them only."""
     chunk, batches = toy.chunk_of(toy.toys(1)), toy.inputs(1)
     with Runner(streams="inline") as runner, without_collection():
-        for _ in range(_MAX_COMPILED + 8):
+        for _ in range(MAX_COMPILED + 8):
             runner.run(schedules.serial(chunk.shape, 1), chunk, batches)
         before = live()
-        for _ in range(_MAX_COMPILED + 8):
+        for _ in range(MAX_COMPILED + 8):
             runner.run(schedules.serial(chunk.shape, 1), chunk, batches)
         assert live() == before
 

@@ -157,8 +157,8 @@ def _moe_cells() -> Iterator[Cell]:
     yield _cell("padding-aux", padding=True, config=_AUX)
 
 
-def _feature_cells() -> Iterator[Cell]:
-    """One feature each, over the all-to-all dispatcher."""
+def _paired_cells() -> Iterator[Cell]:
+    """Tokens dropped; pairs of microbatches."""
     yield _cell("drop-pad", config=_DROP_PAD)
     yield _cell("drop-position", config={"moe_expert_capacity_factor": 1.0, "moe_token_drop_policy": "position"})
     yield _cell(
@@ -174,6 +174,10 @@ def _feature_cells() -> Iterator[Cell]:
     yield _cell("paired-mixed", num_microbatches=2, orders=("paired",), layers="DMD")
     yield _cell("paired-aux", num_microbatches=2, orders=("paired",), config=_AUX)
     yield _cell("paired-drop-pad", num_microbatches=2, orders=("paired",), config=_DROP_PAD)
+
+
+def _routing_cells() -> Iterator[Cell]:
+    """Shared experts, routers and their losses."""
     yield _cell("shared-overlap", config={**_SHARED, "moe_shared_expert_overlap": True})
     yield _cell("seq-aux", config={**_AUX, "moe_router_load_balancing_type": "seq_aux_loss"})
     yield _cell("global-aux", config={**_AUX, "moe_router_load_balancing_type": "global_aux_loss"})
@@ -204,6 +208,10 @@ def _feature_cells() -> Iterator[Cell]:
         config={"moe_apply_probs_on_input": True, **_TOP1},
     )
     yield _cell("padding", padding=True)
+
+
+def _model_cells() -> Iterator[Cell]:
+    """Linear layers, attention, norms, positions and precisions; what the model returns."""
     yield _cell("linear-bias", config={**_GROUPED, "add_bias_linear": True})
     yield _cell("linear-bias-dropout", config={**_GROUPED, "add_bias_linear": True, **_GROUPED, **_DROPOUT})
     yield _cell("qkv-bias", config={"add_qkv_bias": True})
@@ -221,6 +229,10 @@ def _feature_cells() -> Iterator[Cell]:
     yield _cell("logits", labels=False)
     yield _cell("loss-mask", loss_mask=True)
     yield _cell("tied", tied=True)
+
+
+def _size_cells() -> Iterator[Cell]:
+    """Numbers of layers and microbatches; parts of a pipeline."""
     yield _cell("mixed", layers="DMDM")
     yield _cell("mixed-dense-last-no-norm", layers="MD", final_norm=False)
     yield _cell("one-layer", layers="M")
@@ -234,6 +246,10 @@ def _feature_cells() -> Iterator[Cell]:
     yield _cell("middle-chunk-dense", layers="DMD", pre_process=False, post_process=False)
     yield _cell("last-chunk-logits", pre_process=False, labels=False)
     yield _cell("last-chunk-padding", pre_process=False, padding=True, config=_AUX)
+
+
+def _frozen_cells() -> Iterator[Cell]:
+    """Parameters that do not train."""
     yield _cell("frozen-embedding", frozen=("embedding",))
     yield _cell("frozen-router", frozen=("router",))
     yield _cell("frozen-experts", frozen=(r"mlp\.experts",))
@@ -242,6 +258,10 @@ def _feature_cells() -> Iterator[Cell]:
     yield _cell("frozen-all-but-router", frozen=(r"^(?!.*router).*$",))
     yield _cell("frozen-norms", frozen=("layernorm",))
     yield _cell("frozen-output", frozen=("output_layer",))
+
+
+def _recompute_cells() -> Iterator[Cell]:
+    """Activations computed anew."""
     yield _cell("recompute-core_attn", config=_recompute("core_attn"))
     yield _cell("recompute-core_attn-dropout", config=_recompute("core_attn", **_DROPOUT))
     yield _cell("recompute-shared", config=_recompute("shared_experts", **_SHARED))
@@ -257,6 +277,10 @@ def _feature_cells() -> Iterator[Cell]:
     )
     yield _cell("recompute-moe", config=_recompute("moe"))
     yield _cell("recompute-layernorm-dense-last", layers="MD", config=_recompute("layernorm"))
+
+
+def _attention_cells() -> Iterator[Cell]:
+    """Latent experts, latent attention, packed sequences."""
     yield _cell("latent", config={"moe_latent_size": 16})
     yield _cell("latent-shared", config={"moe_latent_size": 16, **_SHARED})
     yield _cell("latent-bias-dropout", config={"moe_latent_size": 16, "add_bias_linear": True, **_GROUPED, **_DROPOUT})
@@ -286,6 +310,10 @@ def _feature_cells() -> Iterator[Cell]:
         config={**_AUX, "moe_router_load_balancing_type": "seq_aux_loss"},
     )
     yield _cell("packed-dense", layers="MD", core_attention="own", batch=1, seq=12, packed=(5, 7))
+
+
+def _option_cells() -> Iterator[Cell]:
+    """Options of Megatron-Core's overlap, chunked and grouped experts; everything at once."""
     yield _cell("mlp-chunks", layers="DM", config={"mlp_chunks_for_training": 2})
     yield _cell("batch1-seq1", batch=1, seq=1)
     yield _cell("early-attention-release", late_config={**_OVERLAP, "ep_overlap_early_attn_memory_release": True})
@@ -313,6 +341,18 @@ def _feature_cells() -> Iterator[Cell]:
             activation_func="silu",
         ),
     )
+
+
+def _feature_cells() -> Iterator[Cell]:
+    """One feature each, over the all-to-all dispatcher."""
+    yield from _paired_cells()
+    yield from _routing_cells()
+    yield from _model_cells()
+    yield from _size_cells()
+    yield from _frozen_cells()
+    yield from _recompute_cells()
+    yield from _attention_cells()
+    yield from _option_cells()
 
 
 def _mtp_cells() -> Iterator[Cell]:

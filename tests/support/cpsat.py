@@ -70,6 +70,11 @@ def best_makespan(
     for s in steps:
         model.add(makespan >= start[s] + seconds[s])
     model.minimize(makespan)
+    return _solve(model)
+
+
+def _solve(model: cp_model.CpModel) -> int:
+    """The objective's best value; -1 where nothing is feasible."""
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 2
     solver.parameters.random_seed = 1

@@ -7,7 +7,6 @@ import time
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from layernodes import (
@@ -26,6 +25,7 @@ from layernodes import (
 from layernodes.nodes.combine import CombineExchangeNode, CombineNode, PostCombineNode
 from tests.support.configs import by_name
 from tests.support.deferred_runs import DeferredBench
+from tests.support.wire import wired
 
 OWN = ExtraSlot("own", after=Slot.MLP, stream=StreamType.COMM)
 
@@ -53,24 +53,10 @@ class Fuse:
             raise Planted(self.armed)
 
 
-class _Wire(torch.autograd.Function):
-    """The same value; backward passes by the fuse."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fuse: Fuse) -> Tensor:
-        ctx.fuse = fuse
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        ctx.fuse.pass_by()
-        return gradient, None
-
-
 def _wired(output: Any, fuse: Fuse) -> Any:
     if isinstance(output, tuple):
         return _wired(output[0], fuse), *output[1:]
-    return _Wire.apply(output, fuse)
+    return wired(output, fuse.pass_by)
 
 
 def _armed(base: type[Any], fuse: Fuse) -> type[Any]:

@@ -68,7 +68,7 @@ def _chunk_cells() -> Iterator[Cell]:
     yield replace(by_name("latent-shared-ep2"), name="chunks-latent").with_config(mlp_chunks_for_training=2)
 
 
-def _combined_cells() -> Iterator[Cell]:
+def _mtp_cells() -> Iterator[Cell]:
     yield replace(by_name("mtp-tied-ep2"), name="mtp-tied-four", num_microbatches=4)
     yield replace(by_name("mtp-two-ep2"), name="mtp-two-tied-four", tied=True, num_microbatches=4)
     yield replace(by_name("mtp-repeated-ep2"), name="mtp-repeated-tied-four", tied=True, num_microbatches=4)
@@ -96,6 +96,9 @@ def _combined_cells() -> Iterator[Cell]:
     yield replace(by_name("tp2-mtp-dropout"), name="tp2-mtp-repeated-dropout", mtp=2).with_config(
         mtp_use_repeated_layer=True
     )
+
+
+def _combined_cells() -> Iterator[Cell]:
     yield replace(by_name("allgather-paired-ep2"), name="allgather-paired-shared", num_microbatches=3).with_config(
         **_SHARED, **_GATE
     )
@@ -147,6 +150,7 @@ FURTHER: tuple[Cell, ...] = (
     *_overlap_cells(),
     *_full_recompute_cells(),
     *_chunk_cells(),
+    *_mtp_cells(),
     *_combined_cells(),
 )
 """All further cells, each with a name of its own."""

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layernodes.lane import tensors_in
+from layernodes.testing.watch import no_collection
 
 
 class LiveBytes(TorchDispatchMode):
@@ -71,11 +72,8 @@ def _sized(tensor: Tensor) -> Any:
 def without_collection() -> Iterator[None]:
     """After one collection of cycles, none."""
     gc.collect()
-    gc.disable()
-    try:
+    with no_collection():
         yield
-    finally:
-        gc.enable()
 
 
 def live() -> tuple[int, int]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import Linear, Module
 
-from layernodes import ChunkPlan, LayerPlan, NodeContext, ScheduleNode, Slot, StreamType
+from layernodes import ChunkPlan, ExtraSlot, LayerPlan, NodeContext, ScheduleNode, Slot, StreamType
 from layernodes.state import HandoffMap
+from tests.support.wire import wired
 
 SLOTS = (Slot.PRE_DISPATCH_COMPUTATION, Slot.MOE_DISPATCH, Slot.MLP, Slot.MOE_COMBINE)
 
@@ -24,24 +26,16 @@ class Fuse:
         self.error: type[BaseException] = ValueError
         self.seconds = 0.0
 
-    def pass_by(self, phase: str, slot: Slot) -> None:
+    def pass_by(self, phase: str, slot: Slot | ExtraSlot) -> None:
         """Raise if armed for this."""
         if self.seconds:
             time.sleep(self.seconds)
         if self.armed == (phase, slot):
             raise self.error("planted")
 
-
-class _Wire(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fuse: Fuse, slot: Slot) -> Tensor:
-        ctx.fuse, ctx.slot = fuse, slot
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        ctx.fuse.pass_by("B", ctx.slot)
-        return gradient, None, None
+    def wired(self, x: Tensor, slot: Slot | ExtraSlot) -> Tensor:
+        """The same value; its backward passes by."""
+        return wired(x, partial(self.pass_by, "B", slot))
 
 
 class Toy(Module):
@@ -71,8 +65,7 @@ class First(ScheduleNode):
         self.fuse.pass_by("F", Slot.PRE_DISPATCH_COMPUTATION)
         wide = torch.tanh(self.linear(inputs[0]))
         self.put(ctx, "wide", wide)
-        output: Tensor = _Wire.apply(wide * 0.5, self.fuse, self.slot)
-        return output
+        return self.fuse.wired(wide * 0.5, self.slot)
 
     def touches_rng(self) -> bool:
         return False
@@ -87,8 +80,7 @@ class Send(ScheduleNode):
 
     def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor:
         self.fuse.pass_by("F", Slot.MOE_DISPATCH)
-        output: Tensor = _Wire.apply(inputs[0] * 2.0, self.fuse, self.slot)
-        return output
+        return self.fuse.wired(inputs[0] * 2.0, self.slot)
 
     def frees_input(self) -> bool:
         return True
@@ -107,8 +99,7 @@ class Middle(ScheduleNode):
 
     def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor:
         self.fuse.pass_by("F", Slot.MLP)
-        output: Tensor = _Wire.apply(torch.sin(self.linear(inputs[0])), self.fuse, self.slot)
-        return output
+        return self.fuse.wired(torch.sin(self.linear(inputs[0])), self.slot)
 
     def frees_input(self) -> bool:
         return True
@@ -129,8 +120,7 @@ class Return(ScheduleNode):
         self.fuse.pass_by("F", Slot.MOE_COMBINE)
         wide = self.take(ctx, "wide")
         assert isinstance(wide, Tensor)
-        output: Tensor = _Wire.apply(inputs[0] * 1.5 + wide, self.fuse, self.slot)
-        return output
+        return self.fuse.wired(inputs[0] * 1.5 + wide, self.slot)
 
     def frees_input(self) -> bool:
         return True
