@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import ClassVar, Final, Protocol, final
+from typing import Any, ClassVar, Final, Protocol, Self, final
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ class ScheduleNode(ABC):
         super().__init_subclass__()
         check_definition(cls, verbs=_VERBS)
 
-    def __new__(cls, *args: object, **kwargs: object) -> ScheduleNode:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:  # Any: a subclass's own __init__ says what it takes
         """Bind the declarations, so that a subclass need not call ``super().__init__`` for the verbs to work."""
         node = super().__new__(cls)
         node._reads = cls.reads
