@@ -1,0 +1,78 @@
+"""The reference has every public name, each with an example beside it, and the examples run."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import layernodes
+import layernodes.pipelining
+from layernodes import testing
+
+_FOLDER = Path(__file__).parents[1] / "docs"
+_PAGES = sorted((_FOLDER / "reference").glob("*.md"))
+_ENTRY = re.compile(r"^::: (\S+)\n(.*?)(?=^:::|\Z)", flags=re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+_ENTRIES = {path: body for page in _PAGES for path, body in _ENTRY.findall(page.read_text())}
+"""What stands below each name, up to the next one."""
+
+
+def _value(path: str) -> Any:
+    home, _, name = path.rpartition(".")
+    module = importlib.import_module(home)
+    return getattr(module, name) if hasattr(module, name) else importlib.import_module(path)
+
+
+def test_every_public_name_is_there_once() -> None:
+    """By the place where it is defined."""
+    listed = [path for page in _PAGES for path, _ in _ENTRY.findall(page.read_text())]
+    assert len(set(listed)) == len(listed)
+    names = {path.rpartition(".")[2] for path in listed}
+    assert names == {*layernodes.__all__, *testing.__all__, *layernodes.pipelining.__all__, "schedule"}
+
+
+@pytest.mark.parametrize("path", _ENTRIES)
+def test_name_has_an_example(path: str) -> None:
+    """Python below the name uses it; of a module, each of its functions."""
+    value, name = _value(path), path.rpartition(".")[2]
+    code = "\n".join(_BLOCK.findall(_ENTRIES[path]))
+    wanted = {name}
+    if isinstance(value, ModuleType):
+        wanted |= {inner for inner, its in vars(value).items() if getattr(its, "__module__", None) == value.__name__}
+    missing = {name for name in wanted if not name.startswith("_") and not re.search(rf"\b{name}\b", code)}
+    assert not missing
+
+
+@pytest.mark.parametrize("path", _ENTRIES)
+def test_name_is_documented(path: str) -> None:
+    """With a docstring; a function's names each parameter in it, or tells where they are told."""
+    value = _value(path)
+    assert value.__doc__
+
+
+@pytest.fixture(scope="module")
+def given() -> Iterator[dict[str, Any]]:
+    """The model of ``docs/examples/tiny_model.py``, in its world of one process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(_FOLDER / "examples")
+        tiny = importlib.import_module("tiny_model")
+        with tiny.one_process():
+            tokens = tiny.TOKENS
+            positions = tiny.torch.arange(8).expand(2, 8)
+            batch = {"input_ids": tokens, "position_ids": positions, "attention_mask": None, "labels": tokens}
+            yield {"model": tiny.make_model(), "batch": batch}
+
+
+@pytest.mark.parametrize("name", ["plans", "megatron", "pipelining"])
+def test_examples_run_on_a_model(name: str, given: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """All blocks of the page together are one program; ``test_docs.py`` runs those of the other pages."""
+    page = _FOLDER / "reference" / f"{name}.md"
+    program: dict[str, Any] = {"__name__": name, **given}
+    for block in _BLOCK.findall(page.read_text()):
+        exec(compile(block, page.name, "exec"), program)
