@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
 
 import layernodes
 import layernodes.pipelining
-from layernodes import testing
+from layernodes import ScheduleNode, testing
 
 _FOLDER = Path(__file__).parents[1] / "docs"
 _PAGES = sorted((_FOLDER / "reference").glob("*.md"))
@@ -51,9 +53,39 @@ def test_name_has_an_example(path: str) -> None:
 
 @pytest.mark.parametrize("path", _ENTRIES)
 def test_name_is_documented(path: str) -> None:
-    """With a docstring; a function's names each parameter in it, or tells where they are told."""
+    """It has a docstring, and so has each of its methods or functions; each names its parameters."""
     value = _value(path)
-    assert value.__doc__
+    parts = {path: value} | {f"{path}.{name}": member for name, member in _members(value)}
+    assert [name for name, part in parts.items() if not inspect.getdoc(part)] == []
+    silent = {name: _unnamed(part) for name, part in parts.items() if not isinstance(part, ModuleType | property)}
+    assert {name: parameters for name, parameters in silent.items() if parameters} == {}
+
+
+def _members(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a class or a module itself defines and shows."""
+    for name, member in vars(value).items() if isinstance(value, ModuleType | type) else ():
+        function = getattr(member, "__func__", member)
+        is_foreign = isinstance(value, ModuleType) and getattr(function, "__module__", None) != value.__name__
+        if not name.startswith("_") and not is_foreign and isinstance(function, FunctionType | property):
+            yield name, function
+
+
+def _unnamed(part: Any) -> list[str]:
+    """Parameters that a docstring does not name; those of constructors are attributes, or told in the class."""
+    if isinstance(part, type) and (issubclass(part, Exception | Enum | ScheduleNode) or part in _MADE_BY_OTHERS):
+        return []
+    if not callable(part):
+        return []
+    text = f"{inspect.getdoc(part)} {part.__init__.__doc__ if isinstance(part, type) else ''}"
+    names = [name for name in inspect.signature(part).parameters if name not in ("self", "cls") and name[0] != "_"]
+    return [name for name in names if not re.search(rf"\b{name}\b", text)]
+
+
+_MADE_BY_OTHERS = {
+    *(layernodes.LayerPlan, layernodes.ChunkPlan, layernodes.ChunkRun),
+    *(layernodes.NodeContext, layernodes.WgradHook),
+}
+"""Classes that one does not call: they are built by their own methods, or are protocols."""
 
 
 @pytest.fixture(scope="module")

@@ -152,6 +152,9 @@ class ScheduleNode(ABC):
 
         A tensor that requires grad is cut from this node's graph; its gradient flows back through this node.
 
+        Args:
+            ctx, name, value: the microbatch, the handoff's name in ``writes``, and what is handed over.
+
         Raises:
             NodeStateError: the name is not declared in ``writes``, the type differs, or it was written before.
         """
@@ -179,7 +182,7 @@ class ScheduleNode(ABC):
 
     @final
     def take(self, ctx: NodeContext, name: str) -> object:
-        """Take a handoff that an earlier slot of the layer left.
+        """Take a handoff that an earlier slot of the layer left, of the microbatch ``ctx``.
 
         Raises:
             NodeStateError: the name is not declared in ``reads``, was not written, or was already taken.
@@ -217,8 +220,8 @@ class ScheduleNode(ABC):
 
     @final
     def wgrad_store(self, ctx: NodeContext) -> WgradStore | None:
-        """The store in which this node's forward may defer weight gradients of its own; None where nothing is
-        deferred."""
+        """The store in which this node's forward may defer weight gradients of its own in the microbatch ``ctx``; None
+        where nothing is deferred."""
         store: WgradStore | None = ctx.layer_state.__dict__.get(_STORE)
         return store
 
