@@ -214,7 +214,7 @@ class StreamOrderError(LayerNodesError, RuntimeError):
 
     @classmethod
     def of_group(cls, group: str, *, step: str, other: str, stream: str) -> StreamOrderError:
-        """A process group whose collectives come from both streams: ``step`` issues some, ``other`` did on ``stream``."""
+        """A process group whose collectives come from both streams: ``step`` issues some, ``other`` on ``stream``."""
         return cls(
             f"{step} issues collectives of process group {group!r}, which {other} uses on the {stream} stream; issue "
             f"those of one group on one stream, or give the node a group of its own",
