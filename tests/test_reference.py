@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -59,6 +61,38 @@ def test_name_is_documented(path: str) -> None:
     assert [name for name, part in parts.items() if not inspect.getdoc(part)] == []
     silent = {name: _unnamed(part) for name, part in parts.items() if not isinstance(part, ModuleType | property)}
     assert {name: parameters for name, parameters in silent.items() if parameters} == {}
+
+
+@pytest.mark.parametrize("path", _ENTRIES)
+def test_errors_are_documented(path: str) -> None:
+    """Each error that a function, a method or a constructor raises itself is named in its docstring."""
+    value = _value(path)
+    makers = ("__init__", "__post_init__", "__enter__", "__exit__")
+    parts = {f"{path}.{name}": (member, member) for name, member in _members(value)}
+    if isinstance(value, FunctionType):
+        parts[path] = value, value
+    elif isinstance(value, type):
+        parts |= {f"{path}.{name}": (vars(value)[name], value) for name in makers if _is_ours(vars(value).get(name))}
+    silent = {
+        name: _raised(getattr(code, "fget", code)) - set(re.findall(r"\w+", inspect.getdoc(told) or ""))
+        for name, (code, told) in parts.items()
+    }
+    assert {name: errors for name, errors in silent.items() if errors} == {}
+
+
+def _is_ours(function: Any) -> bool:
+    return inspect.isfunction(function) and function.__module__.startswith("layernodes")
+
+
+def _raised(function: Any) -> set[str]:
+    """Names of the errors in a function's ``raise`` statements; none of what is made, as dataclasses' are."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError):
+        return set()
+    raised = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise) and node.exc is not None]
+    names = [name.id for exc in raised for name in ast.walk(exc) if isinstance(name, ast.Name)]
+    return {name for name in names if name.endswith("Error")}
 
 
 def _members(value: Any) -> Iterator[tuple[str, Any]]:

@@ -227,7 +227,11 @@ class ScheduleNode(ABC):
 
     @final
     def defer_wgrads(self) -> None:
-        """Defer weight gradients from now on; for the plan that the node is built into."""
+        """Defer weight gradients from now on; for the plan that the node is built into.
+
+        Raises:
+            NodeStateError: ``deferred_parameters()`` names one that no module of ``modules()`` holds.
+        """
         self._has_wgrad = True
         own = {id(parameter) for parameter in self.own_deferred_parameters()}
         wanted = {id(parameter) for parameter in self.deferred_parameters() if parameter.requires_grad} - own
