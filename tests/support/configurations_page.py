@@ -100,7 +100,8 @@ stand-ins with the same interface.
 
 Expert-parallel size 1 (EP=1) and the `allgather` dispatcher are outside of what Megatron-Core's own validation admits
 for its plan. What is not in the tables is refused by name (`UnsupportedLayerError`), or was not tried. Hybrid models
-have [their own page](hybrid.md), and GPUs [theirs](gpu.md).
+have [their own page](hybrid.md), and GPUs [theirs](gpu.md). Under a `Runner` random configurations and schedules are
+compared, and every configuration of two ranks: [Measurements](measurements.md).
 
 ## In all
 """
