@@ -28,12 +28,13 @@ bench:  ## Every benchmark that this machine can run, in under 15 minutes
 	@sh scripts/bootstrap.sh test
 	$(BIN)/python -m benchmarks
 
-lint:  ## ruff and mypy
+lint:  ## ruff, mypy, and pyright on what a user writes
 	@sh scripts/bootstrap.sh dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
 	$(BIN)/mypy --strict tests/typed_sample.py
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 docs:  ## The documentation, into site/; any warning is an error
 	@sh scripts/bootstrap.sh docs

@@ -138,7 +138,7 @@ class ScheduleParseError(ScheduleError):
 
     @classmethod
     def at(cls, places: Sequence[ParsePlace], *, source: str = "schedule") -> ScheduleParseError:
-        """The error for one or more bad places; its text lists them, the first 20 of very many."""
+        """The error for one or more bad ``places`` of ``source``; its text lists them, the first 20 of very many."""
         shown = [str(place) for place in places[:20]]
         if len(places) > len(shown):
             shown.append(f"and {len(places) - len(shown)} more")
@@ -214,7 +214,7 @@ class StreamOrderError(LayerNodesError, RuntimeError):
 
     @classmethod
     def of_group(cls, group: str, *, step: str, other: str, stream: str) -> StreamOrderError:
-        """A process group whose collectives come from both streams; ``other`` issued some on ``stream``."""
+        """A process group whose collectives come from both streams: ``step`` issues some, ``other`` on ``stream``."""
         return cls(
             f"{step} issues collectives of process group {group!r}, which {other} uses on the {stream} stream; issue "
             f"those of one group on one stream, or give the node a group of its own",

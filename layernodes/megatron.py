@@ -60,7 +60,7 @@ def build_layer_callables(layer: Module) -> tuple[ForwardFuncs, dict[str, Any]]:
 
 
 def get_layer_moe_metadata(layer: Module) -> tuple[bool, int | None]:
-    """``(is_moe, num_local_experts)`` of a layer; the second is None for a dense one.
+    """``(is_moe, num_local_experts)`` of a ``layer``; the second is None for a dense one.
 
     Same name, parameter and result as in ``megatron.core.models.common.fine_grained_callables``.
     """
@@ -72,6 +72,9 @@ class Installation:
     """Puts our nodes under Megatron-Core's own schedule plan while active; ``install()`` makes one.
 
     A layer's plan is built once and reused by every microbatch of the installation.
+
+    Args:
+        build: makes the plan of a layer.
     """
 
     def __init__(self, build: Callable[[Module], LayerPlan] = LayerPlan.build) -> None:

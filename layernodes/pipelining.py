@@ -91,7 +91,13 @@ class ChunkStage(Module):
     def run_pair(
         self, pair: Pair, forward: ChunkRun | None, backward: ChunkRun | None, gradient: Tensor | None
     ) -> None:
-        """Run chunk runs of this stage or of another, in one pair schedule, made once for each two chunks."""
+        """Run chunk runs of this stage or of another, in one pair schedule, made once for each two chunks.
+
+        Args:
+            pair: makes the pair schedule of the two shapes.
+            forward, backward: the chunk runs; either may be None.
+            gradient: of the output of ``backward``.
+        """
         plans = [None if run is None else run.plan for run in (forward, backward)]
         key = (pair, *plans)
         schedule = self._made.get(key)
@@ -100,11 +106,16 @@ class ChunkStage(Module):
         self._runner.run_pair(schedule, forward, backward, gradient)
 
     def meet(self, meeting: _Meeting | None) -> None:
-        """Let the next forward or backward of this stage be half of a pair; None: let it be by itself again."""
+        """Let the next forward or backward of this stage be half of a pair; ``meeting`` None: of its own again."""
         self._meeting = meeting
 
     def go_backward(self, run: ChunkRun, gradient: Tensor) -> Tensor | None:
-        """Run the backward of a microbatch, beside a forward where one is waiting; returns the input's gradient."""
+        """Run the backward of a microbatch, beside a forward where one is waiting; returns the input's gradient.
+
+        Args:
+            run: the microbatch, whose forward is done.
+            gradient: of its output.
+        """
         with torch.enable_grad():
             if self._meeting is None:
                 self.run_pair(pairs.serial, None, run, gradient)

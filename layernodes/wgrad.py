@@ -94,6 +94,9 @@ class WgradStore:
 
     The parking primitive: a node's own ``autograd.Function`` gets the store (``node.wgrad_store(ctx)``), the weight's
     ``detach()``, and ``anchor`` in its forward, and calls ``park`` in its backward.
+
+    Args:
+        on_park, on_drain: called when the first gradient is parked, and when all are computed.
     """
 
     __slots__ = ("_anchor", "_deferred", "_on_drain", "_on_park", "_outer_hooks", "_waiting")
@@ -161,7 +164,7 @@ class WgradStore:
 
     @contextmanager
     def standing_in(self, sites: Sequence[Site]) -> Iterator[None]:
-        """Hold a stand-in at every site for the forward of the node."""
+        """Hold a stand-in at every one of ``sites`` for the forward of the node."""
         made: dict[int, Parameter] = {}
         swaps: dict[tuple[int, str], tuple[Module, str, Parameter]] = {}
         for module, name, _ in sites:

@@ -24,6 +24,7 @@ from layernodes.errors import NodeStateError, UnsupportedLayerError
 from tests.support.build import make_microbatches, make_model
 from tests.support.compare import run_cell
 from tests.support.configs import CELLS, Cell, by_name
+from tests.support.configurations import Results
 from tests.support.world import MEGATRON, load_context, run_cells, single_process_world
 
 _TOUCHED = (
@@ -312,14 +313,19 @@ def test_a_model_outlives_its_host() -> None:
 def test_the_harness_can_fail(hosted: None) -> None:
     """Megatron-Core's own plan is right, wrong and crashing where it is known to be."""
     own = load_context(MEGATRON)
-    assert run_cell(by_name("hybridep-ep1"), own).status == "right"
-    assert run_cell(by_name("hybridep-mtp-ep1"), own).status == "rounding"
-    wrong = run_cell(by_name("hybridep-dense-last-ep1"), own)
-    assert wrong.status == "wrong"
+    expected = {
+        "hybridep-ep1": "right",
+        "hybridep-mtp-ep1": "rounding",
+        "hybridep-dense-last-ep1": "wrong",
+        "alltoall-moe-ep1": "crash",
+        "expert-bias-padding-ep1": "unrunnable",
+    }
+    found = {name: run_cell(by_name(name), own) for name in expected}
+    assert {name: verdict.status for name, verdict in found.items()} == expected
+    assert Results.load().contradicted(((by_name(name), v) for name, v in found.items()), "megatron") == {}
+    wrong = found["hybridep-dense-last-ep1"]
     assert "output/0" in wrong.differing
     assert "grad/decoder.final_layernorm.weight" in wrong.differing
-    assert run_cell(by_name("alltoall-moe-ep1"), own).status == "crash"
-    assert run_cell(by_name("expert-bias-padding-ep1"), own).status == "unrunnable"
     hooks = run_cell(by_name("hybridep-ep1"), own, hooks=True)
     assert set(hooks.differing) == {"hooks/decoder", "hooks/decoder.layers.0"}
 
@@ -328,6 +334,7 @@ def test_two_processes_with_the_real_all_to_all() -> None:
     """Two gloo ranks run cells in one group; a cell that raises on both leaves the group usable."""
     cells = [by_name(name) for name in ("frozen-embedding-ep2", "alltoall-dropout-ep2", "mtp-two-ep2", "idle-rank")]
     verdicts = run_cells(cells, MEGATRON)
+    assert Results.load().contradicted(((cell, verdicts[cell.name]) for cell in cells), "megatron") == {}
     assert [verdicts[cell.name].status for cell in cells] == ["crash", "right", "crash", "right"]
 
 

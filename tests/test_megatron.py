@@ -31,6 +31,7 @@ from layernodes.plan import forward_funcs
 from tests.support.build import make_microbatches, make_model
 from tests.support.compare import run_cell
 from tests.support.configs import CELLS, Cell, by_name
+from tests.support.configurations import Results
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
 from tests.support.further import FURTHER
 from tests.support.handed import HANDED, handed_over
@@ -371,6 +372,7 @@ def _check(cell: Cell, context: Any = layernodes.install, *, hooks: bool = False
     use_layout(cell)
     verdict = run_cell(cell, context, hooks=hooks)
     assert verdict.status == "right", verdict
+    assert Results.load().contradicted([(cell, verdict)], "layernodes") == {}
 
 
 _IN_PROCESS = (
@@ -418,6 +420,7 @@ class TestMatrix:
         """Expert and tensor parallel configurations, in worker processes."""
         for names, hooks in ((_IN_PAIRS, True), (_FURTHER_IN_PAIRS, False)):
             verdicts = run_cells([_named(name) for name in names], LAYERNODES, hooks=hooks)
+            assert Results.load().contradicted(((_named(name), v) for name, v in verdicts.items()), "layernodes") == {}
             assert {name: verdict for name, verdict in verdicts.items() if verdict.status != "right"} == {}
             assert len(verdicts) == len(names)
 
@@ -442,6 +445,7 @@ class TestMatrix:
         verdicts = run_cells(cells, LAYERNODES, hooks=hooks)
         wrong = {name: v for name, v in verdicts.items() if v.status not in ("right", "unrunnable")}
         assert wrong == {}
+        assert Results.load().contradicted(((cell, verdicts[cell.name]) for cell in cells), "layernodes") == {}
         assert sum(v.status == "right" for v in verdicts.values()) > 450
 
 

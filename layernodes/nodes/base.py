@@ -15,7 +15,7 @@ microbatches: whatever belongs to a microbatch travels through the context.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Final, final
+from typing import Any, ClassVar, Final, Self, final
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class ScheduleNode(ABC):
         super().__init_subclass__()
         check_definition(cls, verbs=_VERBS)
 
-    def __new__(cls, *args: object, **kwargs: object) -> ScheduleNode:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:  # Any: a subclass's own __init__ says what it takes
         """Bind the declarations, so that a subclass need not call ``super().__init__`` for the verbs to work."""
         node = super().__new__(cls)
         node._reads = cls.reads
@@ -140,6 +140,9 @@ class ScheduleNode(ABC):
 
         A tensor that requires grad is cut from this node's graph; its gradient flows back through this node.
 
+        Args:
+            ctx, name, value: the microbatch, the handoff's name in ``writes``, and what is handed over.
+
         Raises:
             NodeStateError: the name is not declared in ``writes``, the type differs, or it was written before.
         """
@@ -167,7 +170,7 @@ class ScheduleNode(ABC):
 
     @final
     def take(self, ctx: NodeContext, name: str) -> object:
-        """Take a handoff that an earlier slot of the layer left.
+        """Take a handoff that an earlier slot of the layer left, of the microbatch ``ctx``.
 
         Raises:
             NodeStateError: the name is not declared in ``reads``, was not written, or was already taken.
@@ -205,14 +208,18 @@ class ScheduleNode(ABC):
 
     @final
     def wgrad_store(self, ctx: NodeContext) -> WgradStore | None:
-        """The store in which this node's forward may defer weight gradients of its own; None where nothing is
-        deferred."""
+        """The store in which this node's forward may defer weight gradients of its own in the microbatch ``ctx``; None
+        where nothing is deferred."""
         store: WgradStore | None = ctx.layer_state.__dict__.get(_STORE)
         return store
 
     @final
     def defer_wgrads(self) -> None:
-        """Defer weight gradients from now on; for the plan that the node is built into."""
+        """Defer weight gradients from now on; for the plan that the node is built into.
+
+        Raises:
+            NodeStateError: ``deferred_parameters()`` names one that no module of ``modules()`` holds.
+        """
         self._has_wgrad = True
         own = {id(parameter) for parameter in self.own_deferred_parameters()}
         wanted = {id(parameter) for parameter in self.deferred_parameters() if parameter.requires_grad} - own

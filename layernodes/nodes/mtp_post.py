@@ -30,6 +30,9 @@ class MTPPostNode(LayerNode):
     ======= =====================================================================================================
 
     Mirrors ``MultiTokenPredictionLayer._postprocess`` and the end of ``MultiTokenPredictionBlock.forward``.
+
+    Raises:
+        UnsupportedLayerError: a layer that is no ``MultiTokenPredictionLayer``, or not handled.
     """
 
     slot = Slot.MTP_POST_PROCESS

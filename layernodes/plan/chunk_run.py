@@ -71,7 +71,7 @@ class ChunkRun:
         self._hooks.setdefault(layer, []).append(hooks)
 
     def begin_layer(self, index: int, phase: Phase) -> None:
-        """Call what is to be called before a pass through the layer of the place ``index``."""
+        """Call what is to be called before the pass of ``phase`` through the layer of the place ``index``."""
         layer = self.plan.places[index].layer
         if layer is not None:
             for hooks in self._hooks.get(layer, ()):
@@ -80,7 +80,7 @@ class ChunkRun:
                     call(self.plan.layers[layer].layer)
 
     def end_layer(self, index: int, phase: Phase) -> None:
-        """Call what is to be called after a pass through the layer of the place ``index``."""
+        """Call what is to be called after the pass of ``phase`` through the layer of the place ``index``."""
         layer = self.plan.places[index].layer
         if layer is not None:
             for hooks in self._hooks.get(layer, ()):
@@ -89,7 +89,11 @@ class ChunkRun:
                     call(self.plan.layers[layer].layer)
 
     def forward(self, index: int, lane: Lane | None = None) -> None:
-        """Run the forward of the slot at place ``index``."""
+        """Run the forward of the slot at place ``index``; ``lane`` is told of storages, and None on inline streams.
+
+        Raises:
+            NodeStateError: it has run already.
+        """
         place = self.plan.places[index]
         if place.node is None:
             return
@@ -113,7 +117,11 @@ class ChunkRun:
             self._slots[index] = slot
 
     def end_forward(self) -> Any:
-        """Take the chunk's output, without its graph; checks that every handoff was taken."""
+        """Take the chunk's output, without its graph.
+
+        Raises:
+            NodeStateError: the forward has not run, or a handoff was not taken.
+        """
         if self._value is None:
             raise NodeStateError("the forward of this microbatch has not run; run its F steps first")
         for number, state in enumerate(self._layer_states):
@@ -149,7 +157,11 @@ class ChunkRun:
             self._gradient = gradient if isinstance(gradient, tuple) else (gradient,)
 
     def backward(self, index: int, lane: Lane | None = None) -> None:
-        """Run the backward of the slot at place ``index``."""
+        """Run the backward of the slot at place ``index``; ``lane`` as for ``forward``.
+
+        Raises:
+            NodeStateError: its forward has not run, or its backward has.
+        """
         place = self.plan.places[index]
         if place.node is None:
             return
@@ -164,7 +176,12 @@ class ChunkRun:
         self._gradient = slot.backward(gradient, lane)
 
     def weight_gradients(self, index: int, lane: Lane | None = None) -> None:
-        """Compute and deliver the weight gradients that the backward of the slot at place ``index`` deferred."""
+        """Compute and deliver the weight gradients that the backward of the slot at place ``index`` deferred; ``lane``
+        as for ``forward``.
+
+        Raises:
+            NodeStateError: its backward has not run, or these are computed already.
+        """
         slot, self._slots[index] = self._slots[index], None
         if slot is None:
             raise NodeStateError(f"W of {_text(self.plan.places[index])} runs before its B, or a second time")

@@ -59,7 +59,7 @@ class SlotCost(BaseModel):
         return self.B if deferred else self.B + self.W
 
     def acquires(self, phase: Phase, *, deferred: bool) -> int:
-        """Bytes that a step of this phase begins to hold."""
+        """Bytes that a step of this phase begins to hold; of a ``B``, what its ``W`` needs, where that is deferred."""
         if phase is Phase.F:
             return self.activation_bytes
         return self.wgrad_bytes if phase is Phase.B and deferred else 0
@@ -187,7 +187,7 @@ class CostModel(BaseModel):
         return found
 
     def table(self, shape: ChunkShape) -> dict[tuple[int | None, str], SlotCost]:
-        """The cost of every slot of a chunk, by layer and slot; pass-throughs are free.
+        """The cost of every slot of a chunk of this ``shape``, by layer and slot; pass-throughs are free.
 
         Raises:
             CostError: a slot has none.
@@ -205,6 +205,9 @@ class CostModel(BaseModel):
 
     def scale(self, *, computation: float = 1.0, communication: float = 1.0) -> Self:
         """The same costs with the seconds of one stream, or both, multiplied: "what if the link were twice as fast".
+
+        Args:
+            computation, communication: what to multiply the seconds of each stream's slots by.
 
         Raises:
             CostError: a factor is negative or not finite.
@@ -234,7 +237,7 @@ class CostModel(BaseModel):
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "cost model") -> Self:
-        """Read JSON text.
+        """Read JSON text; ``source`` is what errors call it.
 
         Raises:
             CostError: no JSON, or no cost model; every fault with its place.
@@ -247,7 +250,7 @@ class CostModel(BaseModel):
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Self:
-        """Read a JSON file in UTF-8.
+        """Read the JSON file at ``path``, in UTF-8.
 
         Raises:
             CostError: it holds no cost model; names the file and every fault.
@@ -260,7 +263,7 @@ class CostModel(BaseModel):
         return cls.from_json(text, source=str(path))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a JSON file in UTF-8.
+        """Write a JSON file at ``path``, in UTF-8.
 
         Raises:
             OSError: it cannot be written.

@@ -40,8 +40,13 @@ class NodeDescription(BaseModel):
 
 
 class LayerDescription(BaseModel):
-    """A layer plan: the layer's class (joined layers with ``+`` between), its nodes in slot order, and what is done
-    otherwise than in the plain layer without changing a number."""
+    """A layer plan; ``str`` is a table.
+
+    Attributes:
+        layer: the layer's class, of joined layers each with ``+`` between.
+        nodes: its nodes, in slot order.
+        notes: what is done otherwise than in the plain layer without changing a number.
+    """
 
     model_config = ConfigDict(frozen=True)
 

@@ -17,7 +17,16 @@ _COMPUTE: Final = (Slot.PRE_DISPATCH_COMPUTATION, Slot.MLP)
 
 
 class ForwardFuncs(NamedTuple):
-    """Megatron-Core's five callables of a layer, in slot order; each is called ``f(node, *tensors)``."""
+    """Megatron-Core's five callables of a layer, in slot order.
+
+    Each is called ``f(node, *tensors)``, where ``node`` is Megatron-Core's ``TransformerLayerNode`` or another
+    ``NodeContext``, with what the slot before returned: a tensor or a tuple of tensors.
+
+    Attributes:
+        pre_dispatch_computation, moe_dispatch, mlp, moe_combine: the slots that every layer has. For a dense layer
+            dispatch and combine raise ``NotImplementedError``, as Megatron-Core's do.
+        mtp_post_process: of a multi-token-prediction layer; None of any other.
+    """
 
     pre_dispatch_computation: Callable[..., Any]
     moe_dispatch: Callable[..., Any]

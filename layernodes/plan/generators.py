@@ -37,14 +37,15 @@ _WGRAD_BEAT: Final = {"pre": "pre", "dispatch": "pre", "mlp": "mlp", "combine": 
 
 
 def forward_steps(shape: ChunkShape, microbatch: int) -> Iterator[Step]:
-    """The forward steps of one microbatch, in order."""
+    """The forward steps of one microbatch through a chunk of this ``shape``, in order."""
     for layer, slot in shape.places():
         if not slot.passthrough:
             yield Step(Phase.F, microbatch, layer, slot.name)
 
 
 def backward_steps(shape: ChunkShape, microbatch: int) -> Iterator[Step]:
-    """The backward steps of one microbatch, in order; each deferred ``W`` directly after its ``B``."""
+    """The backward steps of one microbatch through a chunk of this ``shape``, in order; each ``W`` right after its
+    ``B``, of the slots that defer."""
     for layer, slot in reversed(list(shape.places())):
         if not slot.passthrough:
             yield Step(Phase.B, microbatch, layer, slot.name)

@@ -156,7 +156,7 @@ class LayerPlan:
 
     @staticmethod
     def join(parts: Sequence[LayerPlan]) -> LayerPlan:
-        """Join the plans of neighbouring layers as one logical layer, whose last layer may be a MoE layer.
+        """Join the plans of neighbouring layers as one logical layer: ``parts``, the last of which may be a MoE layer.
 
         All but the last run in ``pre_dispatch_computation``, so that a pair schedule puts the communication of one
         microbatch beside another's attention. One plan alone is returned as it is.
@@ -184,7 +184,8 @@ class LayerPlan:
     def has_slot(
         layer: Module, slot: SlotKey, split_combine: bool = False, registry: LayerRegistry | None = None
     ) -> bool:
-        """Whether a plan of ``layer`` can have a node at ``slot``; an extra slot fits every layer."""
+        """Whether a plan of ``layer``, built with this ``split_combine`` and ``registry``, can have a node at ``slot``;
+        an extra slot fits every layer."""
         if isinstance(slot, ExtraSlot):
             return True
         if registry is not None and registry.find(layer):

@@ -17,6 +17,9 @@ class SlotSpread(BaseModel):
     """How far the times of one slot's phases lie from their median: the median distance, as a share of the median.
 
     0.05 says that half of the times were within 5 % of the cost. None: measured less than twice, or it takes no time.
+
+    Attributes:
+        F, B, W: the spread of each phase.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -42,7 +42,22 @@ def optimize(
     max_states: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Schedule:
-    """Choose the schedule of a chunk; see ``optimize_with_report``, which also says how good it is."""
+    """Choose the schedule of a chunk: never worse than the built-in ones that fit into the memory limit.
+
+    Args:
+        shape: the chunk's shape.
+        costs: what each step costs.
+        num_microbatches: number of microbatches.
+        mode: ``"train"`` or ``"forward"``.
+        memory_limit: bytes of live activations at most (``Timeline.peak_activation_bytes``); None: any number.
+        time_limit: seconds after which to return the best so far; None: no limit, and the same result every time.
+        max_states: how much to search; None: ``MAX_STATES``, or as much as the time limit allows.
+        progress: called now and then, and whenever something better is found.
+
+    Raises:
+        CostError: a slot has no cost.
+        ScheduleError: no schedule was found that fits into the memory limit; or a bad shape, mode or limit.
+    """
     return optimize_with_report(
         shape,
         costs,
@@ -65,7 +80,17 @@ def optimize_pair(
     max_states: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> PairSchedule:
-    """Choose the schedule of a pair; see ``optimize_pair_with_report``, which also says how good it is."""
+    """Choose the schedule of a pair: ``F0`` of one chunk beside ``B1`` and ``W1`` of another.
+
+    The activations of the backward chunk are held from the start, those of the forward chunk to the end.
+
+    Args:
+        forward_shape, backward_shape: shapes of the two chunks; either may be None.
+        costs, memory_limit, time_limit, max_states, progress: as for ``optimize``.
+
+    Raises:
+        CostError, ScheduleError: as ``optimize``.
+    """
     return optimize_pair_with_report(
         forward_shape,
         backward_shape,
@@ -88,22 +113,7 @@ def optimize_with_report(
     max_states: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Optimized[Schedule]:
-    """Choose the schedule of a chunk: never worse than the built-in ones that fit into the memory limit.
-
-    Args:
-        shape: the chunk's shape.
-        costs: what each step costs.
-        num_microbatches: number of microbatches.
-        mode: ``"train"`` or ``"forward"``.
-        memory_limit: bytes of live activations at most (``Timeline.peak_activation_bytes``); None: any number.
-        time_limit: seconds after which to return the best so far; None: no limit, and the same result every time.
-        max_states: how much to search; None: ``MAX_STATES``, or as much as the time limit allows.
-        progress: called now and then, and whenever something better is found.
-
-    Raises:
-        CostError: a slot has no cost.
-        ScheduleError: no schedule was found that fits into the memory limit; or as ``Rules.of``; or a bad limit.
-    """
+    """As ``optimize``, and says how good the schedule is."""
     effort = _effort(memory_limit, time_limit, max_states, progress)
     rules = Rules.of(shape, num_microbatches, mode)
     trains = rules.mode is Mode.TRAIN
@@ -127,14 +137,7 @@ def optimize_pair_with_report(
     max_states: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Optimized[PairSchedule]:
-    """Choose the schedule of a pair: ``F0`` of one chunk beside ``B1`` and ``W1`` of another; either may be None.
-
-    The other arguments are those of ``optimize_with_report``. The activations of the backward chunk are held from the
-    start, those of the forward chunk to the end.
-
-    Raises:
-        CostError, ScheduleError: as ``optimize_with_report``.
-    """
+    """As ``optimize_pair``, and says how good the schedule is."""
     effort = _effort(memory_limit, time_limit, max_states, progress)
     run = Optimization(PairSchedule, Rules.of_pair(forward_shape, backward_shape), costs, effort)
     run.consider(candidates.built_in_pair_candidates(forward_shape, backward_shape), at_least=candidates.NUM_WELL_KNOWN)

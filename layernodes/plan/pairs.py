@@ -18,7 +18,7 @@ from layernodes.plan.wgrad import WgradPlace, place_wgrad
 
 
 def serial(forward_shape: ChunkShape | None, backward_shape: ChunkShape | None) -> PairSchedule:
-    """The whole forward, then the whole backward."""
+    """The whole forward, then the whole backward; of ``forward_shape`` and ``backward_shape`` either may be None."""
     return PairSchedule(serial_turn(forward_shape, backward_shape, 0, 1))
 
 
@@ -30,7 +30,11 @@ def combined_1f1b(
     megatron_wgrad: bool = False,
     order: str | None = None,
 ) -> PairSchedule:
-    """Layer beside layer, in Megatron-Core's order; the arguments are those of ``schedules.combined_1f1b``.
+    """Layer beside layer, in Megatron-Core's order.
+
+    Args:
+        forward_shape, backward_shape: shapes of the two chunks; either may be None.
+        early_release, megatron_wgrad, order: as for ``schedules.combined_1f1b``.
 
     Raises:
         ScheduleError: a malformed order.
@@ -40,7 +44,8 @@ def combined_1f1b(
 
 
 def forward_forward(forward_shape: ChunkShape | None, backward_shape: ChunkShape | None) -> PairSchedule:
-    """Forwards, then backwards; with the one of each that a pair has, the same as ``serial``."""
+    """Forwards, then backwards; with the one of each that a pair has, the same as ``serial``, ``forward_shape`` and
+    ``backward_shape`` too."""
     return PairSchedule(interleaved_turn(forward_shape, backward_shape, [0], [1]))
 
 
@@ -51,6 +56,11 @@ def deferred(
     place: WgradPlace | str = WgradPlace.NEXT_COMM,
 ) -> PairSchedule:
     """The same pair with the weight gradients of the backward chunk at a chosen place, as ``schedules.deferred``.
+
+    Args:
+        schedule: a valid pair of these shapes.
+        forward_shape, backward_shape: shapes of the two chunks; either may be None.
+        place: ``"after_b"``, ``"next_comm"``, ``"end"`` or ``"first_layer_last"``.
 
     Raises:
         ScheduleError: an unknown place.

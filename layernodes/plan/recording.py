@@ -85,7 +85,7 @@ class RecordingStreams:
         self.records: list[Record] = []
 
     def run(self, tasks: Sequence[Op], perform: Callable[[Op, Lane | None], None]) -> Spans:
-        """See ``Streams.run``.
+        """Run ``tasks`` in order, each through ``perform``; returns their start and end. See ``Streams.run``.
 
         Raises:
             StreamOrderError: two steps are not ordered, or a storage is used wrongly; nothing after that has run.

@@ -170,7 +170,12 @@ class PairSchedule(StepSequence):
         mark: int | Iterable[int] | None = None,
         context: int = 3,
     ) -> str:
-        """Draw the schedule as ``Schedule.grid`` does, with the streams of two shapes."""
+        """Draw the schedule as ``Schedule.grid`` does.
+
+        Args:
+            forward_shape, backward_shape: say which stream a slot of each chunk is on; None as there.
+            mark, context: as there.
+        """
         forward, backward = stream_in(forward_shape), stream_in(backward_shape)
         return render(
             self.steps,

@@ -27,7 +27,15 @@ from layernodes.plan.wgrad import WgradPlace, place_wgrad
 
 
 def serial(shape: ChunkShape, num_microbatches: int) -> Schedule:
-    """Microbatch after microbatch, each forward and then backward: the plain model's order."""
+    """Microbatch after microbatch, each forward and then backward: the plain model's order.
+
+    Args:
+        shape: the chunk's shape.
+        num_microbatches: number of microbatches.
+
+    Raises:
+        ScheduleError: a negative number of microbatches.
+    """
     return Schedule(chain.from_iterable(serial_turn(shape, shape, m, m) for m in _range(num_microbatches)))
 
 
@@ -87,7 +95,14 @@ def forward_forward(shape: ChunkShape, num_microbatches: int, *, group: int = 2)
 
 
 def forward_only(shape: ChunkShape, num_microbatches: int, *, group: int = 1) -> Schedule:
-    """The forwards alone, in groups interleaved as in ``forward_forward``; for ``mode="forward"``."""
+    """The forwards alone, in groups interleaved as in ``forward_forward``; for ``mode="forward"``.
+
+    Args:
+        shape, num_microbatches, group: as for ``forward_forward``.
+
+    Raises:
+        ScheduleError: as ``forward_forward``.
+    """
     groups = _groups(num_microbatches, group)
     return Schedule(chain.from_iterable(interleaved_turn(shape, shape, members, ()) for members in groups))
 
@@ -118,7 +133,7 @@ BUILT_IN: Final[Mapping[str, Callable[[ChunkShape, int], Schedule]]] = {
 def serial_turn(
     forward_shape: ChunkShape | None, backward_shape: ChunkShape | None, forward: int, backward: int
 ) -> Iterator[Step]:
-    """One microbatch forward, then one backward."""
+    """One microbatch forward, then one backward; of ``forward_shape`` and ``backward_shape`` either may be None."""
     return interleaved_turn(forward_shape, backward_shape, [forward], [backward])
 
 
@@ -131,7 +146,15 @@ def combined_turn(
     order: str,
     megatron_wgrad: bool,
 ) -> Iterator[Step]:
-    """One microbatch forward beside one backward."""
+    """One microbatch forward beside one backward.
+
+    Args:
+        forward_shape, backward_shape, forward, backward, order: as for ``pair_steps``.
+        megatron_wgrad: weight gradients where Megatron-Core has them, else directly after their ``B``.
+
+    Raises:
+        ScheduleError: a malformed order.
+    """
     steps = pair_steps(forward_shape, backward_shape, forward=forward, backward=backward, order=order)
     if megatron_wgrad:
         return steps
@@ -144,7 +167,12 @@ def interleaved_turn(
     forward: Iterable[int],
     backward: Iterable[int],
 ) -> Iterator[Step]:
-    """Some microbatches forward, interleaved, then some backward, interleaved."""
+    """Some microbatches forward, interleaved, then some backward, interleaved.
+
+    Args:
+        forward_shape, backward_shape: the chunks' shapes; None: nothing goes that way.
+        forward, backward: numbers of the microbatches.
+    """
     if forward_shape is not None:
         yield from interleave(*(forward_steps(forward_shape, m) for m in forward), shape=forward_shape)
     if backward_shape is not None:

@@ -38,6 +38,9 @@ class SlotShape:
         stream: the stream on which it runs.
         passthrough: the layer does nothing there, so that schedules may leave its steps out.
         wgrad: its weight gradients are deferred, so that it has ``W`` steps.
+
+    Raises:
+        PlanError: a name that is no slot's, or a pass-through that defers.
     """
 
     name: str

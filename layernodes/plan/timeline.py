@@ -138,7 +138,7 @@ class Timeline:
         return gantt.draw(self, width=width)
 
     def to_perfetto(self, path: str | PathLike[str]) -> None:
-        """Write a trace that ui.perfetto.dev and chrome://tracing open (Chrome's JSON trace format).
+        """Write a trace to ``path`` that ui.perfetto.dev and chrome://tracing open (Chrome's JSON trace format).
 
         Raises:
             OSError: the file cannot be written.
@@ -147,7 +147,7 @@ class Timeline:
 
     @classmethod
     def from_perfetto(cls, path: str | PathLike[str]) -> Self:
-        """Read a trace that ``to_perfetto`` wrote; times are rounded to 0.1 ns, and bytes are not in it.
+        """Read the trace that ``to_perfetto`` wrote to ``path``; times are rounded to 0.1 ns, and bytes are not in it.
 
         Raises:
             ScheduleError: it is no such trace.

@@ -39,7 +39,11 @@ def extra_slots(draw: st.DrawFn) -> list[ExtraSlot]:
 
 @st.composite
 def chunk_shapes(draw: st.DrawFn, *, min_layers: int = 0, max_layers: int = 4) -> ChunkShape:
-    """Shapes of dense, MoE and MTP layers, with and without ends, deferral, split combine and extra slots."""
+    """Shapes of dense, MoE and MTP layers, with and without ends, deferral, split combine and extra slots.
+
+    Args:
+        min_layers, max_layers: how many layers, MTP layers included.
+    """
     kinds = draw(st.lists(st.sampled_from(["moe", "dense"]), min_size=min_layers, max_size=max_layers))
     num_mtp = draw(st.integers(0, min(2, len(kinds))))
     own = draw(extra_slots()) if draw(st.booleans()) else []
@@ -59,7 +63,12 @@ def chunk_shapes(draw: st.DrawFn, *, min_layers: int = 0, max_layers: int = 4) -
 def valid_schedules(
     shape: ChunkShape, num_microbatches: int, mode: Mode | str = Mode.TRAIN
 ) -> st.SearchStrategy[Schedule]:
-    """Any valid order of a shape, with up to ``num_microbatches`` microbatches in flight."""
+    """Any valid order of a shape, with up to ``num_microbatches`` microbatches in flight.
+
+    Args:
+        shape, num_microbatches: what the schedules are of.
+        mode: ``"train"``, or ``"forward"`` for forward steps alone.
+    """
     return _SEEDS.map(lambda seed: random_schedule(shape, num_microbatches, random.Random(seed), mode))
 
 
@@ -81,7 +90,11 @@ class BrokenSchedule(NamedTuple):
 def invalid_schedules(
     draw: st.DrawFn, shape: ChunkShape, num_microbatches: int, mode: Mode | str = Mode.TRAIN
 ) -> BrokenSchedule:
-    """A valid schedule with one step left out, doubled, put before what it depends on, or put into a foreign layer."""
+    """A valid schedule with one step left out, doubled, put before what it depends on, or put into a foreign layer.
+
+    Args:
+        shape, num_microbatches, mode: as for ``valid_schedules``.
+    """
     valid = draw(valid_schedules(shape, num_microbatches, mode))
     steps = list(valid.steps)
     rules = Rules.of(shape, num_microbatches, mode)
@@ -106,7 +119,12 @@ def invalid_schedules(
 
 @st.composite
 def cost_models(draw: st.DrawFn, shape: ChunkShape, *, highest: int = 9) -> CostModel:
-    """Whole seconds and bytes for every slot of every layer of a shape, so that sums are exact; some are 0."""
+    """Whole seconds and bytes for every slot of every layer of a shape, so that sums are exact; some are 0.
+
+    Args:
+        shape: the chunk's shape.
+        highest: the largest number of seconds or bytes.
+    """
     number = st.integers(0, highest)
     costs = st.builds(SlotCost, F=number, B=number, W=number, activation_bytes=number, wgrad_bytes=number)
     return CostModel(
