@@ -19,7 +19,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def launched(*command: str, world_size: int = 1, really: bool = FULL) -> subprocess.CompletedProcess[str]:
-    """What came of ``FILE ARGUMENTS`` or ``-m MODULE ARGUMENTS``, ``world_size`` of them.
+    """What came of ``FILE ARGUMENTS``, ``-m MODULE ARGUMENTS`` or ``-c CODE``, ``world_size`` of them.
 
     ``really``: a new interpreter, under ``torchrun`` where there are several ranks. Otherwise workers which have torch
     imported, and in their environment what ``torchrun`` would put there.
@@ -53,7 +53,7 @@ def _in_workers(command: tuple[str, ...], world_size: int) -> subprocess.Complet
             "".join((folder / f"{word}{rank}").read_text() for rank in range(world_size)) for word in ("out", "log")
         )
         assert None not in codes, f"still running after 240 s: {out}{err}"
-        return subprocess.CompletedProcess(command, int(any(codes)), out, err)
+        return subprocess.CompletedProcess(command, next((code for code in codes if code), 0), out, err)
 
 
 def work(rank: int, world_size: int, folder: Path) -> None:
@@ -67,7 +67,9 @@ def work(rank: int, world_size: int, folder: Path) -> None:
         os.environ.pop(name, None)
         if world_size > 1:
             os.environ[name] = str(value)
-    if command[0] == "-m":
+    if command[0] == "-c":
+        exec(compile(command[1], "<string>", "exec"), {"__name__": "__main__"})
+    elif command[0] == "-m":
         _, module, *sys.argv[1:] = command
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
