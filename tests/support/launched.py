@@ -61,7 +61,12 @@ def work(rank: int, world_size: int, folder: Path) -> None:
     command, port = json.loads((folder / "work").read_text())
     with (folder / f"out{rank}").open("wb") as out:
         os.dup2(out.fileno(), 1)
-    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    given: dict[str, object] = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+    }
     given |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": port}
     for name, value in given.items():
         os.environ.pop(name, None)

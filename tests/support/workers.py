@@ -31,13 +31,14 @@ class Worker:
     """A process that a server forked off."""
 
     def __init__(self, server: subprocess.Popen[bytes]) -> None:
-        self._server = server
+        assert server.stdout is not None
+        self._server, self._printed = server, server.stdout
         self._pid = int(self._line())
         self._exit_code: int | None = None
 
     def wait(self, seconds: float) -> int | None:
         """The exit code, minus the signal where one ended it; None where it still runs after ``seconds``."""
-        if self._exit_code is None and select.select([self._server.stdout], [], [], seconds)[0]:
+        if self._exit_code is None and select.select([self._printed], [], [], seconds)[0]:
             self._exit_code = int(self._line())
         return self._exit_code
 
@@ -48,8 +49,7 @@ class Worker:
             self.wait(1.0)
 
     def _line(self) -> bytes:
-        assert self._server.stdout is not None
-        line: bytes = self._server.stdout.readline()
+        line: bytes = self._printed.readline()
         assert line, f"the server of workers ended with {self._server.wait()}; what it said is on standard error"
         return line
 
