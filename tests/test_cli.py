@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,23 +15,10 @@ from layernodes.demo.report import DemoReport
 from layernodes.demo.run import demonstrate
 from layernodes.plan.costs import CostModel
 from tests.demo.faults import build_scaled
+from tests.support.launched import launched
 
 SMALL = ("--layers", "1", "--hidden", "16", "--experts", "4", "--microbatches", "2")
 _ROOT = Path(__file__).parents[1]
-_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-
-def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=_ROOT,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
 
 
 def _rows(text: str, node: str) -> Sequence[str]:
@@ -162,14 +146,14 @@ def test_a_mismatch_names_the_first_tensor_and_exits_with_1(
 
 def test_module_runs_quietly_with_defaults() -> None:
     """``python -m layernodes demo`` as the README says it: the verdict, and nothing on stderr."""
-    done = _python("-m", "layernodes", "demo")
+    done = launched("-m", "layernodes", "demo", really=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "bitwise equal: 100 tensors compared" in done.stdout
 
 
 def test_two_ranks_share_the_experts() -> None:
     """Under torchrun, unchanged: rank 0 alone prints, and the verdict is that of both ranks."""
-    done = _python(*_TORCHRUN, "-m", "layernodes", "demo", *SMALL, "--mtp", "--json")
+    done = launched("-m", "layernodes", "demo", *SMALL, "--mtp", "--json", world_size=2, really=True)
     assert done.returncode == 0, done.stderr
     report = DemoReport.model_validate_json(done.stdout)
     assert (report.num_ranks, report.backend, report.verdict.equal) == (2, "gloo", True)
@@ -179,7 +163,7 @@ def test_two_ranks_profile_together(tmp_path: Path) -> None:
     """Under torchrun, unchanged: rank 0 alone writes and prints, and the costs are those that both agreed on."""
     path = tmp_path / "costs.json"
     words = ("--repetitions", "2", "--streams", "threads", "--json", "-o", str(path))
-    done = _python(*_TORCHRUN, "-m", "layernodes", "profile", *SMALL, *words)
+    done = launched("-m", "layernodes", "profile", *SMALL, *words, world_size=2)
     assert done.returncode == 0, done.stderr
     costs = CostModel.from_json(done.stdout)
     assert costs == CostModel.load(path)
@@ -189,7 +173,7 @@ def test_two_ranks_profile_together(tmp_path: Path) -> None:
 
 def test_a_mismatch_on_another_rank_is_everybodys() -> None:
     """A wrong node on rank 1 only: rank 0 prints the verdict, once, and the launcher fails."""
-    done = _python(*_TORCHRUN, "-m", "tests.demo.faults", *SMALL)
+    done = launched("-m", "tests.demo.faults", *SMALL, world_size=2)
     assert done.returncode == 1
     assert done.stdout.count("NOT EQUAL") == 1
     assert "first differing tensor" in done.stdout

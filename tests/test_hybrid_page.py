@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.launched import launched
 
 _ROOT = Path(__file__).parents[1]
 _PAGE = (_ROOT / "docs" / "hybrid.md").read_text()
@@ -20,17 +19,7 @@ def _blocks(kind: str) -> list[str]:
 def test_python_blocks_run_in_order() -> None:
     """All blocks together are one program, in a process of its own."""
     assert len(_blocks("python")) == 4
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", "".join(_blocks("python"))],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(_ROOT), str(_ROOT / "docs" / "examples")]),
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    paths = f"import sys\nsys.path.insert(0, {str(_ROOT / 'docs' / 'examples')!r})\n"
+    done = launched("-c", paths + "".join(_blocks("python")))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "".join(_blocks("text"))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
+
+from tests.support.launched import launched
 
 _PRELUDE = """
 import torch
@@ -183,15 +181,7 @@ def verdicts() -> dict[str, str]:
     script = [_PRELUDE, "host = layernodes.cpu_host()", "host.__enter__()"]
     for name, (_, code) in _CASES.items():
         script += [f"print('{name}:', end=' ', flush=True)", textwrap.dedent(code), "weight.data = weight.data.float()"]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", "\n".join(script)],
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = launched("-c", "\n".join(script))
     lines = dict(line.split(": ", 1) for line in done.stdout.splitlines())
     return {name: lines.get(name, f"not run, exit code {done.returncode}: {done.stderr[-800:]}") for name in _CASES}
 

@@ -32,10 +32,17 @@ def test_cells_of_two_ranks() -> None:
     assert values_on_ranks(f"{_CASES}:equal_plain", names, 2, seconds=500) == [{}, {}]
 
 
+_SHARD, _WHOLE, _BATCH, _FLOATS = 16, 32, 4, 4
+_WAITING = {
+    "column": _FLOATS * _BATCH * (_SHARD * 8 + _WHOLE * 3),
+    "row": _FLOATS * _BATCH * (_SHARD * 4 + _SHARD * 6),
+}
+
+
 @pytest.fixture(scope="module")
 def of_linears() -> Any:
     """What each of two ranks found out about parallel linears."""
-    return values_on_ranks(f"{_CASES}:linears_and_held")
+    return values_on_ranks(f"{_CASES}:linears_and_held", _WAITING)
 
 
 def test_parallel_linears_of_two_ranks(of_linears: Any) -> None:
@@ -50,12 +57,11 @@ def test_parallel_linears_of_two_ranks(of_linears: Any) -> None:
 def test_between_b_and_w_a_rank_holds_its_shard_of_the_sequence(of_linears: Any) -> None:
     """Of a column parallel linear, whose input is sharded: the shard, and the gradient of the whole output; W gathers
     the input again. A row parallel one's input is whole, and a part of its columns."""
-    shard, whole, batch, floats = 16, 32, 4, 4
     for _, held in of_linears:
         column, row = held["column"], held["row"]
-        assert column["waiting"] == floats * batch * (shard * 8 + whole * 3)
-        assert column["gathers"] == {"F": [(shard, batch, 8)], "B": [], "W": [(shard, batch, 8)]}
-        assert row["waiting"] == floats * batch * (shard * 4 + shard * 6)
+        assert column["waiting"] == _WAITING["column"]
+        assert column["gathers"] == {"F": [(_SHARD, _BATCH, 8)], "B": [], "W": [(_SHARD, _BATCH, 8)]}
+        assert row["waiting"] == _WAITING["row"]
         assert row["gathers"] == {"F": [], "B": [], "W": []}
         for found in (column, row):
             assert found["left"] == 0

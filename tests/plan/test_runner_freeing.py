@@ -6,10 +6,10 @@ In processes of their own: where freeing is wrong, it may be a segmentation faul
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
+
+from tests.support.full import FULL
+from tests.support.launched import launched
 
 _NEGATIVE = """
     import weakref
@@ -85,15 +85,8 @@ _NEGATIVE = """
 """
 
 
-def _run(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def _run(*arguments: str, really: bool = FULL) -> str:
+    done = launched(*arguments, really=really)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     return done.stdout
 
@@ -110,7 +103,7 @@ def test_without_counters_everything_is_kept() -> None:
         del torch._C._storage_Use_Count
     """
     script = textwrap.dedent(_NEGATIVE).replace('FREED = {"cast", "view", "relu", "safe"}', "FREED = set()")
-    assert _run("-c", textwrap.dedent(less) + script).endswith("right\n")
+    assert _run("-c", textwrap.dedent(less) + script, really=True).endswith("right\n")
 
 
 def test_megatrons_layers() -> None:

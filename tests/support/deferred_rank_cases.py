@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,9 +95,9 @@ class _Linear(Module):
         return output if bias is None else output + bias
 
 
-def linears_and_held() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Every kind of parallel linear in one process group."""
-    return _all_linears(), _held_between_b_and_w()
+def linears_and_held(expected: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Every kind of parallel linear in one process group; ``expected`` bytes wait between B and W, by kind."""
+    return _all_linears(), _held_between_b_and_w(expected)
 
 
 def _all_linears() -> dict[str, Any]:
@@ -119,13 +120,21 @@ class _Sandwich(Module):
         return self.inner(x * 2) * 3
 
 
-def _held_between_b_and_w() -> dict[str, Any]:
+def _held_between_b_and_w(expected: Mapping[str, int]) -> dict[str, Any]:
     """Bytes that wait between B and W under sequence parallelism, and the gathers of each phase."""
     use_layout(by_name("tp2-ep1-etp2-alltoall"))
-    return {kind: _held_of(kind) for kind in ("column", "row")}
+    return {kind: _held_of(kind, nbytes) for kind, nbytes in expected.items()}
 
 
-def _held_of(kind: str) -> dict[str, Any]:
+def _held_since(before: int, expected: int) -> int:
+    """Bytes held; gloo's thread may hold a collective's tensors for a moment after it has told us that it is done."""
+    deadline = time.monotonic() + 5
+    while (held := held_bytes() - before) != expected and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return held
+
+
+def _held_of(kind: str, expected: int) -> dict[str, Any]:
     torch.manual_seed(0)
     module = _Sandwich(kind)
     chunk = plan_of(module)
@@ -140,6 +149,7 @@ def _held_of(kind: str) -> dict[str, Any]:
         gathers[phase].append(tuple(input.shape))
         return own(output, input, **options)
 
+    time.sleep(0.3)  # until gloo's thread has let go of what the call above gathered
     before = held_bytes()
     parallel_layers.dist_all_gather_func = gather
     try:
@@ -153,14 +163,14 @@ def _held_of(kind: str) -> dict[str, Any]:
         chunk_run.end_backward()
         chunk_run.input_grad = None
         x.grad = None
-        waiting = held_bytes() - before
+        waiting = _held_since(before, expected)
         phase = "W"
         chunk_run.weight_gradients(at)
     finally:
         parallel_layers.dist_all_gather_func = own
     chunk_run.close()
     weight = module.inner.linear.weight
-    left = held_bytes() - before - weight.grad.nbytes
+    left = _held_since(before + weight.grad.nbytes, 0)
     deferred, weight.grad = weight.grad, None
     module(x.detach()).backward(gradient)
     return {"waiting": waiting, "left": left, "gathers": gathers, "same": torch.equal(deferred, weight.grad)}

@@ -6,8 +6,6 @@ import faulthandler
 import importlib
 import os
 import pickle
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -18,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 
-from tests.support.workers import workers
+from layernodes.cpu import cpu_host
+from tests.support.deepep import emulated_backends
+from tests.support.workers import leave, workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +39,10 @@ def run_on_ranks(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "work").write_bytes(pickle.dumps((target, arguments, seconds, group_seconds)))
-        with workers("tests.support.ranks", world_size, folder) as started:
+        with workers(f"{__name__}:work", world_size, folder) as started:
             deadline = time.monotonic() + seconds
-            for worker in started:
-                try:
-                    worker.wait(max(0.1, deadline - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    continue
-            return [_outcome(rank, worker.poll(), folder) for rank, worker in enumerate(started)]
+            codes = [worker.wait(max(0.1, deadline - time.monotonic())) for worker in started]
+            return [_outcome(rank, code, folder) for rank, code in enumerate(codes)]
 
 
 def values_on_ranks(target: str, *arguments: Any, **options: Any) -> list[Any]:
@@ -67,10 +62,8 @@ def _outcome(rank: int, exit_code: int | None, folder: Path) -> Outcome:
     return Outcome(value=value, error=error, exit_code=exit_code, log=log)
 
 
-def _work(rank: int, world_size: int, folder: Path) -> None:
-    from layernodes.cpu import cpu_host  # noqa: PLC0415 - the parent only starts processes
-    from tests.support.deepep import emulated_backends  # noqa: PLC0415
-
+def work(rank: int, world_size: int, folder: Path) -> None:
+    """The worker's main: call the function, and write down what it returned or raised."""
     faulthandler.enable()
     target, arguments, seconds, group_seconds = pickle.loads((folder / "work").read_bytes())
     # Where it hangs; not earlier, since walking the frames of threads that run can end in a segmentation fault.
@@ -96,9 +89,4 @@ def _work(rank: int, world_size: int, folder: Path) -> None:
         faulthandler.cancel_dump_traceback_later()
         if error:
             os._exit(1)  # a broken group may not come down
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _work(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+        leave()

@@ -7,8 +7,6 @@ import gc
 import importlib
 import json
 import pickle
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +20,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from layernodes.cpu import cpu_host
 from tests.support.compare import ContextFactory, Verdict, agree, run_cell, worst
 from tests.support.configs import Cell
-from tests.support.workers import workers
+from tests.support.workers import Worker, leave, workers
 
 MEGATRON = "contextlib:nullcontext"
 """Megatron-Core's own plan, as a ``context``."""
@@ -135,20 +134,17 @@ class _WorkerGroup:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "work.pickle").write_bytes(pickle.dumps((self._cells, self._context, self._hooks)))
-            with workers("tests.support.world", self._world_size, folder) as started:
+            with workers(f"{__name__}:work", self._world_size, folder) as started:
                 yield from self._collect(started, folder, cell_timeout)
 
-    def _collect(
-        self, started: Sequence[subprocess.Popen[bytes]], folder: Path, cell_timeout: float
-    ) -> Iterator[Verdict]:
+    def _collect(self, started: Sequence[Worker], folder: Path, cell_timeout: float) -> Iterator[Verdict]:
         deadline = time.monotonic() + cell_timeout
         for cell in self._cells:
             while not (lines := [_read(folder, rank, cell.name) for rank in range(self._world_size)]) or None in lines:
-                failed = [rank for rank, worker in enumerate(started) if worker.poll() is not None]
+                failed = [rank for rank, worker in enumerate(started) if worker.wait(0.0) is not None]
                 if failed and None in [_read(folder, rank, cell.name) for rank in failed]:
-                    yield _crash(
-                        cell, f"worker {failed[0]} exited with {started[failed[0]].poll()}: {_tail(folder, failed[0])}"
-                    )
+                    code = started[failed[0]].wait(0.0)
+                    yield _crash(cell, f"worker {failed[0]} exited with {code}: {_tail(folder, failed[0])}")
                     return
                 if time.monotonic() > deadline:
                     silent = [rank for rank, line in enumerate(lines) if line is None]
@@ -184,10 +180,8 @@ def _write(folder: Path, rank: int, verdict: Verdict) -> None:
     aside.rename(folder / f"{verdict.name}.{rank}.json")
 
 
-def _work(rank: int, world_size: int, folder: Path) -> None:
+def work(rank: int, world_size: int, folder: Path) -> None:
     """The worker's main: run every cell, agree on it with the other ranks, write it down."""
-    from layernodes.cpu import cpu_host  # noqa: PLC0415 - the parent only starts processes
-
     cells, context, hooks = pickle.loads((folder / "work.pickle").read_bytes())
     factory = load_context(context)
     faulthandler.enable()  # a plan that frees too early can end in a segmentation fault
@@ -196,7 +190,4 @@ def _work(rank: int, world_size: int, folder: Path) -> None:
         for cell in cells:
             use_layout(cell)
             _write(folder, rank, agree(run_cell(cell, factory, hooks=hooks)))
-
-
-if __name__ == "__main__":
-    _work(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+        leave()
