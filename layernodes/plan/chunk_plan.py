@@ -127,6 +127,9 @@ class ChunkPlan:
     def of(layers: Sequence[LayerPlan], *, wgrad: WgradMode | str | None = None) -> ChunkPlan:
         """Join layer plans, without ends and without a model; a batch is then the first layer's input.
 
+        The layers run as a ``TransformerBlock`` calls them: each under its own low-precision context (fp8, fp4), and
+        with sequence parallelism under the model-parallel RNG fork.
+
         Args:
             layers: the plans, in order.
             wgrad: build each anew with this; None takes them as they are.
