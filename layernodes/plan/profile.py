@@ -115,7 +115,9 @@ def _measure(
     chunk: ChunkPlan, batch: Any, loss_grad: Any, runner: Runner, peers: _Peers, count: int
 ) -> Iterator[tuple[Timeline, Timeline | None]]:
     """One microbatch alone, and some that overlap; None where the chunk has no communication."""
-    alone = schedules.deferred(schedules.serial(chunk.shape, 1), chunk.shape, WgradPlace.END)
+    alone = schedules.serial(chunk.shape, 1)
+    if any(chunk.shape.wgrad_slots):
+        alone = schedules.deferred(alone, chunk.shape, WgradPlace.END)
     beside = schedules.combined_1f1b(chunk.shape, _OVERLAPPED)
     overlaps = any(slot.stream is StreamType.COMM and not slot.passthrough for _, slot in chunk.shape.places())
     for _ in range(count):

@@ -23,7 +23,7 @@ from layernodes.plan.generators import (
 from layernodes.plan.schedule import Schedule
 from layernodes.plan.shape import ChunkShape
 from layernodes.plan.step import Step
-from layernodes.plan.wgrad import WgradPlace, place_wgrad
+from layernodes.plan.wgrad import WgradPlace, place_wgrad, warn_where_nothing_is_deferred
 
 
 def serial(shape: ChunkShape, num_microbatches: int) -> Schedule:
@@ -93,7 +93,10 @@ def forward_only(shape: ChunkShape, num_microbatches: int, *, group: int = 1) ->
 
 
 def deferred(schedule: Schedule, shape: ChunkShape, place: WgradPlace | str = WgradPlace.NEXT_COMM) -> Schedule:
-    """The same schedule with the weight gradients that the shape defers, if any, at a chosen place.
+    """The same schedule with the weight gradients that the shape defers at a chosen place.
+
+    Where the shape defers none (its chunk was built with ``wgrad="off"``, the default) the schedule has no ``W`` steps,
+    and a warning is logged.
 
     Args:
         schedule: a valid schedule, with or without ``W`` steps; those it has are moved.
@@ -103,6 +106,7 @@ def deferred(schedule: Schedule, shape: ChunkShape, place: WgradPlace | str = Wg
     Raises:
         ScheduleError: another place.
     """
+    warn_where_nothing_is_deferred(schedule, shape)
     return Schedule(place_wgrad(schedule, forward_shape=shape, backward_shape=shape, place=wgrad_place(place)))
 
 
