@@ -23,6 +23,7 @@ from collections.abc import Callable
 
 from layernodes.errors import ScheduleError
 from layernodes.plan import candidates, schedules
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.costs import CostModel
 from layernodes.plan.optimization import MAX_STATES, Effort, Optimization, Optimized, Progress
 from layernodes.plan.rules import Mode, Rules
@@ -104,6 +105,7 @@ def optimize_with_report(
         ScheduleError: no schedule was found that fits into the memory limit; or as ``Rules.of``; or a bad limit.
     """
     effort = _effort(memory_limit, time_limit, max_states, progress)
+    check_argument("costs", costs, CostModel)
     rules = Rules.of(shape, num_microbatches, mode)
     trains = rules.mode is Mode.TRAIN
     run = Optimization(Schedule, rules, costs, effort)
@@ -135,6 +137,7 @@ def optimize_pair_with_report(
         CostError, ScheduleError: as ``optimize_with_report``.
     """
     effort = _effort(memory_limit, time_limit, max_states, progress)
+    check_argument("costs", costs, CostModel)
     run = Optimization(PairSchedule, Rules.of_pair(forward_shape, backward_shape), costs, effort)
     run.consider(candidates.built_in_pair_candidates(forward_shape, backward_shape), at_least=candidates.NUM_WELL_KNOWN)
     run.search()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.generators import EARLY_RELEASE_ORDER, MEGATRON_ORDER
 from layernodes.plan.schedule import PairSchedule
 from layernodes.plan.schedules import combined_turn, interleaved_turn, serial_turn, wgrad_place
@@ -55,6 +56,7 @@ def deferred(
     Raises:
         ScheduleError: an unknown place.
     """
+    check_argument("schedule", schedule, PairSchedule)
     warn_where_nothing_is_deferred(schedule, backward_shape)
     return PairSchedule(
         place_wgrad(schedule, forward_shape=forward_shape, backward_shape=backward_shape, place=wgrad_place(place))

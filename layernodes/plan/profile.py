@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup
 from layernodes._megatron.kept import kept_state
 from layernodes.errors import OptionError
 from layernodes.plan import schedules
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.costs import CostModel
 from layernodes.plan.measured import costs_of_timelines
@@ -89,6 +90,7 @@ def profile(
         CostError: the chunk has no slots.
         StepError: a step raised.
     """
+    check_argument("chunk", chunk, ChunkPlan)
     if repetitions < 1 or warmup < 0:
         raise OptionError(
             f"repetitions={repetitions}, warmup={warmup}; give 1 repetition or more, and a warm-up of 0 or more"

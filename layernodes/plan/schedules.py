@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Final
 
 from layernodes.errors import ScheduleError
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.generators import (
     EARLY_RELEASE_ORDER,
     MEGATRON_ORDER,
@@ -28,6 +29,7 @@ from layernodes.plan.wgrad import WgradPlace, place_wgrad, warn_where_nothing_is
 
 def serial(shape: ChunkShape, num_microbatches: int) -> Schedule:
     """Microbatch after microbatch, each forward and then backward: the plain model's order."""
+    check_argument("shape", shape, ChunkShape)
     return Schedule(chain.from_iterable(serial_turn(shape, shape, m, m) for m in _range(num_microbatches)))
 
 
@@ -54,6 +56,7 @@ def combined_1f1b(
     Raises:
         ScheduleError: a negative number of microbatches, or a malformed order.
     """
+    check_argument("shape", shape, ChunkShape)
     turns = zip([*_range(num_microbatches), None], [None, *_range(num_microbatches)], strict=True)
     return Schedule(
         step
@@ -82,12 +85,14 @@ def forward_forward(shape: ChunkShape, num_microbatches: int, *, group: int = 2)
     Raises:
         ScheduleError: a negative number of microbatches, or a group of less than one.
     """
+    check_argument("shape", shape, ChunkShape)
     groups = _groups(num_microbatches, group)
     return Schedule(chain.from_iterable(interleaved_turn(shape, shape, members, members) for members in groups))
 
 
 def forward_only(shape: ChunkShape, num_microbatches: int, *, group: int = 1) -> Schedule:
     """The forwards alone, in groups interleaved as in ``forward_forward``; for ``mode="forward"``."""
+    check_argument("shape", shape, ChunkShape)
     groups = _groups(num_microbatches, group)
     return Schedule(chain.from_iterable(interleaved_turn(shape, shape, members, ()) for members in groups))
 
@@ -106,6 +111,8 @@ def deferred(schedule: Schedule, shape: ChunkShape, place: WgradPlace | str = Wg
     Raises:
         ScheduleError: another place.
     """
+    check_argument("schedule", schedule, Schedule)
+    check_argument("shape", shape, ChunkShape)
     warn_where_nothing_is_deferred(schedule, shape)
     return Schedule(place_wgrad(schedule, forward_shape=shape, backward_shape=shape, place=wgrad_place(place)))
 
@@ -167,6 +174,7 @@ def wgrad_place(place: WgradPlace | str) -> WgradPlace:
 
 
 def _range(num_microbatches: int) -> range:
+    check_argument("num_microbatches", num_microbatches, int)
     if num_microbatches < 0:
         raise ScheduleError(f"num_microbatches={num_microbatches}; give 0 or more")
     return range(num_microbatches)
