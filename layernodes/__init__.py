@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from layernodes.cpu import CpuHost, cpu_host
     from layernodes.errors import (
+        ArgumentError,
         BatchError,
         ConfigViolation,
         CostError,
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
 _NAMES: Final = {
     "layernodes.cpu": ("CpuHost", "cpu_host"),
     "layernodes.errors": (
+        "ArgumentError",
         "BatchError",
         "ConfigViolation",
         "CostError",
@@ -167,6 +169,7 @@ __all__ = [
     "MissingExtraError",
     "MEGATRON_SLOTS",
     "AttentionNode",
+    "ArgumentError",
     "BatchError",
     "ChunkPlan",
     "ChunkRun",

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final, NamedTuple, NoReturn
 
-from layernodes.command import Command, UsageError
+from layernodes.command import Command, UsageError, spell_out
 from layernodes.errors import LayerNodesError
 
 
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parser = _parser(called)
         name = parser.prog
-        options, unknown = parser.parse_known_args(given)
+        options, unknown = parser.parse_known_args(spell_out(given))
         command: Command = options.command
         name = f"{parser.prog} {command.name}"
         if unknown:

@@ -76,6 +76,10 @@ class BatchError(LayerNodesError, TypeError):
     """A batch is not what its chunk takes."""
 
 
+class ArgumentError(LayerNodesError, TypeError):
+    """An argument is of another type than wanted; the message says where to get one."""
+
+
 class OptionError(LayerNodesError, ValueError):
     """An option has a value that does not exist; the message lists those that do."""
 

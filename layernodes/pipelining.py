@@ -14,7 +14,8 @@ So any mixture of plain and overlapped actions works, and torch keeps its losses
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -30,6 +31,7 @@ from layernodes.plan.chunk_run import ChunkRun
 from layernodes.plan.runner import Runner
 from layernodes.plan.schedule import PairSchedule
 from layernodes.plan.shape import ChunkShape
+from layernodes.streams import ThreadState
 
 try:
     from torch.distributed.pipelining.schedules import OVERLAP_F_B, _PipelineScheduleRuntime
@@ -67,6 +69,7 @@ class ChunkStage(Module):
         self._runner = runner
         self._made: dict[tuple[Hashable, ...], PairSchedule] = {}
         self._meeting: _Meeting | None = None
+        self._caller: ThreadState | None = None
 
     @property
     def shape(self) -> ChunkShape:
@@ -109,6 +112,16 @@ class ChunkStage(Module):
         """Let the next forward or backward of this stage be half of a pair; ``meeting`` None: of its own again."""
         self._meeting = meeting
 
+    @contextmanager
+    def called_from_here(self) -> Iterator[None]:
+        """What goes backward meanwhile, and forward beside it, does so under this thread's autocast: for tensors on an
+        accelerator autograd calls ``go_backward`` on a thread of its own, which has another."""
+        self._caller = ThreadState()
+        try:
+            yield
+        finally:
+            self._caller = None
+
     def go_backward(self, run: ChunkRun, gradient: Tensor) -> Tensor | None:
         """Run the backward of a microbatch, beside a forward where one is waiting; returns the input's gradient.
 
@@ -116,7 +129,7 @@ class ChunkStage(Module):
             run: the microbatch, whose forward is done.
             gradient: of its output.
         """
-        with torch.enable_grad():
+        with nullcontext() if self._caller is None else self._caller.entered(), torch.enable_grad():
             if self._meeting is None:
                 self.run_pair(pairs.serial, None, run, gradient)
             else:
@@ -139,6 +152,16 @@ class _Joint(torch.autograd.Function):
         if run is None:
             raise NodeStateError("a stage goes backward a second time for one microbatch; a run is used once")
         return ctx.stage.go_backward(run, gradient), None, None, None
+
+
+@final
+class _Stage(PipelineStage):
+    """A stage over a ``ChunkStage``."""
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        chunk_stage: Any = self.submod
+        with chunk_stage.called_from_here():
+            return super().backward_one_chunk(*args, **kwargs)
 
 
 @final
@@ -184,7 +207,7 @@ def pipeline_stage(
             out with a forward and backward of its own, whose gradients would stay.
     """
     leaf = example.detach().requires_grad_(example.is_floating_point())
-    return PipelineStage(
+    return _Stage(
         ChunkStage(chunk, runner),
         stage_index,
         num_stages,
@@ -240,12 +263,13 @@ def _run_overlapped(action: _Action, context: _PipelineContext, pair: Pair) -> N
     runtime.backward_counter[backward.stage_index] += 1
     stage.submod.meet(meeting)
     try:
-        stage.backward_one_chunk(
-            index,
-            loss=runtime._maybe_get_loss(stage, index),
-            full_backward=True,
-            last_backward=runtime.backward_counter[backward.stage_index] == runtime._n_microbatches,
-        )
+        with stage.submod.called_from_here():
+            stage.backward_one_chunk(
+                index,
+                loss=runtime._maybe_get_loss(stage, index),
+                full_backward=True,
+                last_backward=runtime.backward_counter[backward.stage_index] == runtime._n_microbatches,
+            )
     finally:
         stage.submod.meet(None)
     if backward.stage_index - 1 in stages:  # the two stages of a V hand over without sending

@@ -16,7 +16,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, final
+from typing import Protocol, final, runtime_checkable
 
 import torch
 
@@ -63,6 +63,7 @@ Spans = Sequence[tuple[float, float]]
 """Start and end of each task, by position, in seconds from the start of the run."""
 
 
+@runtime_checkable
 class Streams[T: Task](Protocol):
     """Runs two lanes."""
 
@@ -130,7 +131,7 @@ class ThreadStreams[T: Task]:
         if not lanes[1]:
             work(0, progress)
         else:
-            inherit = _ThreadState()
+            inherit = ThreadState()
 
             def work_on_comm(progress: _Progress) -> None:
                 with inherit.entered():
@@ -216,7 +217,7 @@ def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
 
 
 @final
-class _ThreadState:
+class ThreadState:
     """What torch keeps for each thread, taken in one thread and entered in another."""
 
     def __init__(self) -> None:
@@ -228,6 +229,7 @@ class _ThreadState:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
+        """Grad mode, autocast, default device and inference mode as they were where this was made."""
         with contextlib.ExitStack() as stack:
             if self._inference:
                 stack.enter_context(torch.inference_mode())

@@ -39,6 +39,7 @@ from layernodes._megatron.training import (
     schedule_plans_built_by,
 )
 from layernodes.errors import NodeStateError
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import ChunkRun
 from layernodes.plan.grouping import Group
@@ -94,6 +95,7 @@ def schedule(
         with layernodes.megatron.schedule(model, "combined_1f1b", wgrad="auto"):
             losses = get_forward_backward_func()(forward_step_func=forward_step, model=model, ...)
     """
+    check_argument("models", models, Module, Sequence)
     chunks = [models] if isinstance(models, Module) else list(models)
     return TrainingSchedule(
         chunks,

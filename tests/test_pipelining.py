@@ -28,6 +28,14 @@ def test_numbers_are_torchs_own(ranks: list[dict[str, Any]]) -> None:
         assert [name for name, is_equal in cases.items() if not is_equal] == []
 
 
+def test_autocast_holds_wherever_steps_run(ranks: list[dict[str, Any]]) -> None:
+    """On whatever thread autograd goes backward: that of the caller, in overlapped and in plain actions."""
+    for found in ranks:
+        assert found["autocast"] == dict.fromkeys(
+            ["casts", "inline True", "inline False", "threads True", "threads False"], True
+        )
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_overlapped_actions_interleave(ranks: list[dict[str, Any]], rank: int) -> None:
     """Between the steps of one forward stand backward steps, in Megatron-Core's order; not so in the serial pair."""

@@ -8,6 +8,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, Final
 
+from megatron.core.enums import Fp8Recipe
 from megatron.core.fp4_utils import get_fp4_context
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.hybrid.hybrid_block import HybridStack
@@ -15,6 +16,7 @@ from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from layernodes._megatron.support import check_layer
@@ -64,14 +66,21 @@ def moe_metadata(layer: Any) -> tuple[bool, int | None]:
 
 def precision_context(layer: Any) -> Callable[[], AbstractContextManager[Any]] | None:
     """What makes the low-precision context under which each forward slot of ``layer`` runs; None where there is
-    none."""
+    none.
+
+    In Megatron-Core the block enters it around each of its layers; here whatever runs a plan stands in the block's
+    place, with a model or without one. Delayed scaling has one around the whole run: ``ModelChunk.run_context``.
+    """
     config = getattr(layer, "config", None)
-    if config is None or not (config.fp8 or config.fp4):
+    if not isinstance(config, TransformerConfig) or not (config.fp8 or config.fp4):
+        return None
+    if config.fp8 and config.fp8_recipe == Fp8Recipe.delayed:
         return None
     own: Callable[[], AbstractContextManager[Any]] | None = getattr(layer, "get_inner_quantization_context", None)
     if own is not None:
         return own
-    return partial(get_fp8_context if config.fp8 else get_fp4_context, config, layer.layer_number - 1)
+    number = getattr(layer, "layer_number", 0)  # one's own layer may have none; it is then no first or last one in bf16
+    return partial(get_fp8_context if config.fp8 else get_fp4_context, config, number - 1)
 
 
 def inner_layers(layer: Any) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from layernodes.command import UsageError, Write
+from layernodes.command import UsageError, Write, add_mtp, add_wgrad
 from layernodes.plan import pairs, schedules
 from layernodes.plan.costs import CostModel
 from layernodes.plan.perfetto import is_trace
@@ -18,7 +18,8 @@ from layernodes.plan.timeline import Timeline
 from layernodes.plan.wgrad import WgradPlace
 
 _EARLY = "combined_1f1b_early_release"
-_NAMES = (*schedules.BUILT_IN, _EARLY)
+SCHEDULES = (*schedules.BUILT_IN, _EARLY)
+"""The built-in schedules that a command line can name."""
 _MOST_LAYERS = 10_000
 
 
@@ -32,10 +33,15 @@ def add_schedule(parser: argparse.ArgumentParser, *, also: str = "") -> None:
     """The argument that names a schedule, or ``also`` something else, and those of the shape of built-in ones."""
     parser.add_argument(
         "schedule",
-        help=f"{also}{', ' * bool(also)}a .txt or .json file, or a built-in schedule: {', '.join(_NAMES)}",
+        help=f"{also}{', ' * bool(also)}a .txt or .json file, or a built-in schedule: {', '.join(SCHEDULES)}",
         metavar="SCHEDULE",
     )
     add_shape(parser)
+    add_wgrad_place(parser)
+
+
+def add_wgrad_place(parser: argparse.ArgumentParser) -> None:
+    """Where a built-in schedule puts its ``W`` steps."""
     parser.add_argument(
         "--wgrad-place",
         choices=[str(place) for place in WgradPlace],
@@ -47,13 +53,14 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     """The arguments that describe a chunk."""
     parser.add_argument(
         "--layers",
+        metavar="N|KINDS",
         help="number of MoE layers, or kinds such as 'dense*3,moe*58' (default: the preset's, else 4)",
     )
-    parser.add_argument("--mtp", type=int, default=0, metavar="N", help="number of MTP layers after them (default: 0)")
+    add_mtp(parser)
     parser.add_argument(
-        "--microbatches", type=int, default=2, metavar="M", help="number of microbatches (default: %(default)s)"
+        "--microbatches", type=int, default=2, metavar="N", help="number of microbatches (default: %(default)s)"
     )
-    parser.add_argument("--wgrad", action="store_true", help="weight gradients are deferred (W steps)")
+    add_wgrad(parser)
     parser.add_argument("--split-combine", action="store_true", help="layers have the slot post_combine")
     parser.add_argument("--no-ends", action="store_true", help="the chunk has neither pre_process nor post_process")
     parser.add_argument("--pair", action="store_true", help="a forward beside a backward, instead of microbatches")
@@ -90,7 +97,7 @@ def shape_of(args: argparse.Namespace) -> ChunkShape:
         mtp=args.mtp,
         pre_process=not args.no_ends,
         post_process=not args.no_ends,
-        wgrad=args.wgrad,
+        wgrad=args.wgrad == "auto",
         split_combine=args.split_combine,
     )
 
@@ -101,32 +108,47 @@ def schedule_of(args: argparse.Namespace) -> Schedule | PairSchedule:
     Raises:
         UsageError, PlanError: they name none.
     """
-    if args.schedule not in _NAMES:
-        if not Path(args.schedule).suffix:
-            raise UsageError(
-                f"{args.schedule!r} is neither a built-in schedule ({', '.join(_NAMES)}) nor a .txt or .json file"
-            )
-        if not Path(args.schedule).is_file():
-            raise UsageError(f"there is no file {args.schedule}")
+    check_schedule(args)
+    if args.schedule not in SCHEDULES:
         return (PairSchedule if args.pair else Schedule).load(args.schedule)
     shape = shape_of(args)
-    if args.wgrad_place is not None and not args.wgrad:
-        raise UsageError(f"--wgrad-place is {args.wgrad_place}, but nothing is deferred; add --wgrad")
     if args.microbatches < 1:
         raise UsageError(f"--microbatches is {args.microbatches}; give 1 or more")
+    if not args.pair:
+        return built_in(args.schedule, shape, args.microbatches, args.wgrad_place)
     early = args.schedule == _EARLY
     name = "combined_1f1b" if early else args.schedule
-    if args.pair:
-        if name not in pairs.BUILT_IN:
-            raise UsageError(f"{name} has no pair form; choose one of {', '.join(pairs.BUILT_IN)}")
-        build = pairs.BUILT_IN[name]
-        pair = pairs.combined_1f1b(shape, shape, early_release=True) if early else build(shape, shape)
-        return pair if args.wgrad_place is None else pairs.deferred(pair, shape, shape, args.wgrad_place)
-    count = args.microbatches
-    built = (
-        schedules.combined_1f1b(shape, count, early_release=True) if early else schedules.BUILT_IN[name](shape, count)
-    )
-    return built if args.wgrad_place is None else schedules.deferred(built, shape, args.wgrad_place)
+    if name not in pairs.BUILT_IN:
+        raise UsageError(f"{name} has no pair form; choose one of {', '.join(pairs.BUILT_IN)}")
+    pair = pairs.BUILT_IN["early_release" if early else name](shape, shape)
+    return pair if args.wgrad_place is None else pairs.deferred(pair, shape, shape, args.wgrad_place)
+
+
+def check_schedule(args: argparse.Namespace) -> None:
+    """Raise UsageError where the schedule is no built-in one and no file, or ``--wgrad-place`` does not fit it."""
+    name, place = args.schedule, args.wgrad_place
+    if name not in SCHEDULES:
+        if not Path(name).suffix:
+            raise UsageError(
+                f"{name!r} is neither a built-in schedule ({', '.join(SCHEDULES)}) nor a .txt or .json file"
+            )
+        if not Path(name).is_file():
+            raise UsageError(f"there is no file {name}")
+        if place is not None:
+            raise UsageError(
+                f"--wgrad-place is {place}, but {name} says where its W steps are; leave --wgrad-place out"
+            )
+    elif place is not None and args.wgrad == "off":
+        raise UsageError(f"--wgrad-place is {place}, but nothing is deferred; add --wgrad auto")
+
+
+def built_in(name: str, shape: ChunkShape, num_microbatches: int, place: str | None) -> Schedule:
+    """The built-in schedule of this name; ``place`` is of its ``W`` steps, None: directly after their ``B``."""
+    if name == _EARLY:
+        schedule = schedules.combined_1f1b(shape, num_microbatches, early_release=True)
+    else:
+        schedule = schedules.BUILT_IN[name](shape, num_microbatches)
+    return schedule if place is None else schedules.deferred(schedule, shape, place)
 
 
 def costs_of(args: argparse.Namespace) -> CostModel:
@@ -142,15 +164,28 @@ def costs_of(args: argparse.Namespace) -> CostModel:
     return CostModel.load(args.costs)
 
 
-def timeline_of(args: argparse.Namespace) -> Timeline:
+def timeline_of(args: argparse.Namespace, *, uses_costs: bool = False) -> Timeline:
     """The timeline of a trace, or the simulated one of a schedule.
 
     A file's shape is read off its steps, and a preset's layers' kinds.
 
+    Args:
+        args: what the command was given.
+        uses_costs: whether the command has a use for the costs of a trace.
+
     Raises:
-        UsageError: a schedule without costs.
+        UsageError: a schedule without costs, or a trace with them, whose steps took what it says.
     """
     if is_trace_file(args.schedule):
+        if args.costs is not None and not uses_costs:
+            raise UsageError(
+                f"{args.schedule} is a trace of a run, which says what its steps took; leave --costs out, or name the "
+                f"schedule to simulate in its place"
+            )
+        if args.wgrad_place is not None:
+            raise UsageError(
+                f"{args.schedule} is a trace of a run, whose W steps have their place; leave --wgrad-place out"
+            )
         return Timeline.from_perfetto(Path(args.schedule))
     schedule = schedule_of(args)
     if args.costs is None:

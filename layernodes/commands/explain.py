@@ -17,7 +17,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 def _run(args: Namespace, write: Write) -> int:
     """Explain the timeline."""
-    timeline = timeline_of(args)
+    timeline = timeline_of(args, uses_costs=True)
     explanation = explain(timeline, None if args.costs is None else costs_of(args))
     write(explanation.model_dump_json(indent=2) if args.json else str(explanation))
     return 0

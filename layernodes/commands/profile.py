@@ -22,7 +22,7 @@ from layernodes.plan.units import in_bytes, in_seconds
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    add_model_arguments(parser)
+    add_model_arguments(parser, microbatches="of no effect here, since costs are those of one")
     add_chunk_arguments(parser)
     parser.add_argument("--repetitions", type=int, default=10, metavar="N", help="runs that count (default: 10)")
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="runs before them (default: 2)")

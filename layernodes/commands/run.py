@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from typing import Final
 
 from pydantic import BaseModel, ConfigDict
 
-from layernodes.command import Command, UsageError, Write
-from layernodes.commands.common import check_folder
+from layernodes.command import Command, UsageError, Write, add_wgrad
+from layernodes.commands.common import SCHEDULES, add_wgrad_place, built_in, check_folder, check_schedule
 from layernodes.demo.command import add_model_arguments, settings_of
 from layernodes.demo.compare import run_plain
 from layernodes.demo.data import make_microbatches, read_text
@@ -19,14 +18,10 @@ from layernodes.demo.run import agree
 from layernodes.demo.runner_pass import run_schedule
 from layernodes.demo.settings import DemoSettings, check_settings
 from layernodes.demo.world import World, demo_world, num_launched_ranks
-from layernodes.plan import schedules
 from layernodes.plan.chunk_plan import ChunkPlan
-from layernodes.plan.layer_plan import WgradMode
 from layernodes.plan.runner import Runner
 from layernodes.plan.schedule import Schedule
-from layernodes.plan.shape import ChunkShape
 from layernodes.plan.stream_kind import StreamKind
-from layernodes.plan.wgrad import WgradPlace
 from layernodes.slots import Phase
 
 
@@ -56,34 +51,17 @@ class RunReport(BaseModel):
     verdict: Verdict
 
 
-def load_schedule(
-    name: str, shape: ChunkShape, num_microbatches: int, place: WgradPlace = WgradPlace.AFTER_B
-) -> Schedule:
-    """A built-in schedule by its name, or one from a file.
-
-    Raises:
-        UsageError: no built-in and no file has this name.
-        ScheduleError: the file holds no schedule.
-    """
-    if name in schedules.BUILT_IN:
-        schedule = schedules.BUILT_IN[name](shape, num_microbatches)
-        return schedules.deferred(schedule, shape, place) if any(shape.wgrad_slots) else schedule
-    if not Path(name).is_file():
-        raise UsageError(
-            f"--schedule is {name!r}, which is no built-in schedule ({', '.join(schedules.BUILT_IN)}) and no file"
-        )
-    return Schedule.load(name)
-
-
 def _add_arguments(parser: ArgumentParser) -> None:
     add_model_arguments(parser)
-    names = ", ".join(schedules.BUILT_IN)
     parser.add_argument(
-        "--schedule", default="combined_1f1b", metavar="NAME|FILE", help=f"{names}, or a .txt/.json file"
+        "schedule",
+        nargs="?",
+        metavar="SCHEDULE",
+        help=f"a .txt or .json file, or a built-in schedule: {', '.join(SCHEDULES)} (default: combined_1f1b)",
     )
+    parser.add_argument("--schedule", dest="named", metavar="NAME|FILE", help="the same, by name")
     add_chunk_arguments(parser)
-    places = [str(place) for place in WgradPlace]
-    parser.add_argument("--wgrad-place", choices=places, help="where a built-in puts its W steps (default: next_comm)")
+    add_wgrad_place(parser)
     parser.add_argument("--trace", metavar="FILE", help="write what ran when, on rank 0, for ui.perfetto.dev")
     parser.add_argument("--plot", metavar="FILE", help="draw it as a .png, .svg or .pdf (needs layernodes[plot])")
 
@@ -92,16 +70,17 @@ def add_chunk_arguments(parser: ArgumentParser) -> None:
     """How the model is cut into slots and run, as ``layernodes profile`` has it too."""
     kinds = [str(kind) for kind in StreamKind]
     parser.add_argument("--streams", choices=kinds, default="auto", help="what the two streams are (default: auto)")
-    modes = [str(mode) for mode in WgradMode]
-    parser.add_argument("--wgrad", choices=modes, default="off", help="defer weight gradients (default: off)")
+    add_wgrad(parser)
     parser.add_argument("--split-combine", action="store_true", help="give what follows combine a slot of its own")
 
 
 def _run(options: Namespace, write: Write) -> int:
     settings = settings_of(options)
     check_settings(settings, num_ranks=num_launched_ranks())
-    if options.wgrad_place is not None and options.wgrad == WgradMode.OFF:
-        raise UsageError(f"--wgrad-place is {options.wgrad_place}, but nothing is deferred; add --wgrad auto")
+    if options.schedule is not None and options.named is not None:
+        raise UsageError(f"there are two schedules, {options.schedule} and --schedule {options.named}; name one")
+    options.schedule = options.schedule or options.named or "combined_1f1b"
+    check_schedule(options)
     for name in ("trace", "plot"):
         check_folder(name, getattr(options, name))
     text = read_text(settings.text)
@@ -119,9 +98,10 @@ def _report(options: Namespace, settings: DemoSettings, content: bytes, world: W
         content, settings.microbatches, rank=world.rank, num_ranks=world.num_ranks, device=world.device
     )
     chunk = ChunkPlan.build(model, split_combine=options.split_combine, wgrad=options.wgrad)
-    schedule = load_schedule(
-        options.schedule, chunk.shape, settings.microbatches, WgradPlace(options.wgrad_place or "next_comm")
-    )
+    if options.schedule in SCHEDULES:
+        schedule = built_in(options.schedule, chunk.shape, settings.microbatches, options.wgrad_place)
+    else:
+        schedule = Schedule.load(options.schedule)
     plain = run_plain(model, microbatches, settings.seed, lambda _: None)
     with Runner(options.streams) as runner:
         ours, result = run_schedule(model, microbatches, settings.seed, chunk, schedule, runner)

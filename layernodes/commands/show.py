@@ -12,7 +12,7 @@ from layernodes.plan.infer import infer_shape
 
 def _add_arguments(parser: ArgumentParser) -> None:
     add_schedule(parser)
-    parser.add_argument("--text", action="store_true", help="print the steps, as a file would hold them")
+    parser.add_argument("--steps", action="store_true", help="print the steps, as a file would hold them")
     add_json(parser)
 
 
@@ -20,7 +20,7 @@ def _run(options: Namespace, write: Write) -> int:
     schedule = schedule_of(options)
     if options.json:
         write(schedule.to_json())
-    elif options.text:
+    elif options.steps:
         write(str(schedule))
     else:
         count = len({step.microbatch for step in schedule})

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-from layernodes.command import Command, Write
+from layernodes.command import Command, Write, add_mtp
 from layernodes.demo.data import read_text
 from layernodes.demo.progress import ProgressBar
 from layernodes.demo.report import render
@@ -19,8 +19,8 @@ from layernodes.demo.world import demo_world, num_launched_ranks
 _DEFAULTS: Final = DemoSettings()
 
 
-def add_model_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments that make ``DemoSettings``, and ``--json``."""
+def add_model_arguments(parser: ArgumentParser, *, microbatches: str = "two are in flight at once") -> None:
+    """Declare the arguments that make ``DemoSettings``, and ``--json``; ``microbatches`` says what becomes of those."""
     parser.add_argument(
         "--text", type=Path, metavar="FILE", help="text whose bytes are the tokens (default: one that is shipped)"
     )
@@ -29,12 +29,12 @@ def add_model_arguments(parser: ArgumentParser) -> None:
         "hidden": "hidden size",
         "experts": "routed experts of each MoE layer, shared by all ranks",
         "topk": "experts that each token goes to",
-        "microbatches": "microbatches; two are in flight at once",
+        "microbatches": f"microbatches; {microbatches}",
         "seed": "seed of weights and dropout",
     }.items():
         default = getattr(_DEFAULTS, name)
         parser.add_argument(f"--{name}", type=int, metavar="N", default=default, help=f"{what} (default: {default})")
-    parser.add_argument("--mtp", action="store_true", help="add a multi-token-prediction layer")
+    add_mtp(parser)
     parser.add_argument("--dense-last", action="store_true", help="make the last decoder layer dense")
     parser.add_argument("--no-dropout", action="store_true", help="leave dropout out (default: 0.1)")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")

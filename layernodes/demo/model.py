@@ -68,7 +68,7 @@ def _make_config(settings: DemoSettings, num_ranks: int) -> TransformerConfig:
         moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=1e-2,
         moe_token_dispatcher_type="alltoall",
-        mtp_num_layers=1 if settings.mtp else None,
+        mtp_num_layers=settings.mtp or None,
         expert_model_parallel_size=num_ranks,
         # What needs a GPU or Transformer Engine is off.
         use_cpu_initialization=True,

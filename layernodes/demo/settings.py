@@ -22,7 +22,7 @@ class DemoSettings(BaseModel):
         layers: decoder layers. hidden: hidden size. experts: routed experts of a MoE layer, over all ranks.
         topk: experts that each token goes to.
         microbatches: microbatches, each of ``BATCH_SIZE`` sequences of ``SEQUENCE_LENGTH`` bytes on every rank.
-        mtp: add one multi-token-prediction layer. dense_last: make the last decoder layer dense.
+        mtp: multi-token-prediction layers. dense_last: make the last decoder layer dense.
         seed: seed of the weights and of dropout. no_dropout: leave dropout out.
     """
 
@@ -34,7 +34,7 @@ class DemoSettings(BaseModel):
     experts: int = 8
     topk: int = 2
     microbatches: int = 4
-    mtp: bool = False
+    mtp: int = 0
     dense_last: bool = False
     seed: int = 1234
     no_dropout: bool = False
@@ -45,6 +45,8 @@ def check_settings(settings: DemoSettings, *, num_ranks: int) -> None:
     for name in ("layers", "hidden", "experts", "topk", "microbatches"):
         if getattr(settings, name) < 1:
             raise UsageError(f"--{name} is {getattr(settings, name)}; it must be at least 1")
+    if settings.mtp < 0:
+        raise UsageError(f"--mtp is {settings.mtp}; give 0 or more")
     if settings.hidden % (2 * NUM_HEADS):
         raise UsageError(
             f"--hidden is {settings.hidden}; it must be a multiple of {2 * NUM_HEADS}: "

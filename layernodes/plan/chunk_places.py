@@ -97,7 +97,7 @@ def chunk_places(
                 frees_input=node is not None and node.frees_input(),
                 touches_rng=node is not None and node.touches_rng(),
                 new_hook=node.new_hook if node is not None and slot.wgrad else None,
-                precision=None if chunk is None or node is None else layers[number].precision(node),
+                precision=None if node is None else layers[number].precision(node),
                 deferred=frozenset() if node is None else frozenset(map(id, node.wgrad_parameters)),
                 sites=sites,
                 is_first_layer=number == first,

@@ -15,6 +15,7 @@ from layernodes._megatron.chunk import ModelChunk, exchange_groups
 from layernodes._megatron.chunks import chunk_of
 from layernodes.errors import PlanError
 from layernodes.nodes import ScheduleNode
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.chunk_places import ChunkPlace, chunk_places
 from layernodes.plan.chunk_run import ChunkRun
 from layernodes.plan.grouping import Group, group_sizes
@@ -95,6 +96,8 @@ class ChunkPlan:
             UnsupportedLayerError: a model, layer or configuration that is not handled.
             PlanError: ``nodes`` or ``group`` does not fit; a slot that no layer has.
         """
+        if nodes is not None:
+            check_argument("nodes", nodes, Mapping)
         chunk = chunk_of(model)
         built: dict[Module, LayerPlan] = {}
         given = dict(nodes or {})
@@ -127,6 +130,9 @@ class ChunkPlan:
     def of(layers: Sequence[LayerPlan], *, wgrad: WgradMode | str | None = None) -> ChunkPlan:
         """Join layer plans, without ends and without a model; a batch is then the first layer's input.
 
+        The layers run as a ``TransformerBlock`` calls them: each under its own low-precision context (fp8, fp4), and
+        with sequence parallelism under the model-parallel RNG fork.
+
         Args:
             layers: the plans, in order.
             wgrad: build each anew with this; None takes them as they are.
@@ -134,6 +140,7 @@ class ChunkPlan:
         Raises:
             PlanError: something else than layer plans.
         """
+        check_argument("layers", layers, Sequence)
         for plan in layers:
             if not isinstance(plan, LayerPlan):
                 raise PlanError(

@@ -19,6 +19,7 @@ from typing import Annotated, Self, final
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from layernodes.errors import CostError
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.grid import usual_stream
 from layernodes.plan.measurement import Measurement
 from layernodes.plan.shape import ChunkShape
@@ -256,6 +257,7 @@ class CostModel(BaseModel):
             CostError: it holds no cost model; names the file and every fault.
             OSError: it cannot be read.
         """
+        check_argument("path", path, str, PathLike)
         try:
             text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, final
+from typing import Final, final
 
 from pydantic import BaseModel, ConfigDict
 
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.causes import CAUSE_WORDS, Cause, ExposedBecause, find_causes
 from layernodes.plan.costs import CostModel
 from layernodes.plan.infer import infer_shape
 from layernodes.plan.measured import costs_of_timelines
 from layernodes.plan.retrace import rules_of, schedule_of
+from layernodes.plan.timeline import Timeline
 from layernodes.plan.units import in_seconds
 from layernodes.plan.what_if import WhatIf, find_what_helps
 from layernodes.slots import StreamType
-
-if TYPE_CHECKING:
-    from layernodes.plan.timeline import Timeline
 
 _MAX_STATES: Final = 20_000
 _SHOWN: Final = 5
@@ -84,6 +83,7 @@ def explain(timeline: Timeline, costs: CostModel | None = None, *, max_states: i
         ScheduleError: the steps are those of no schedule.
         CostError: a slot has no cost.
     """
+    check_argument("timeline", timeline, Timeline)
     causes = find_causes(timeline)
     by_cause = {cause: sum(one.seconds for one in causes if one.cause is cause) for cause in Cause}
     schedule, rules = schedule_of(timeline), rules_of(timeline)

@@ -17,6 +17,7 @@ from layernodes._megatron.wgrad import delays_wgrads
 from layernodes.errors import OptionError, PlanError, UnsupportedLayerError
 from layernodes.nodes import ScheduleNode, WgradHook
 from layernodes.nodes.group import group_nodes, is_grouped
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.describe import LayerDescription, describe_layer
 from layernodes.plan.forward_funcs import ForwardFuncs, forward_funcs
 from layernodes.plan.registry import LayerRegistry, NodeFactory, SlotKey
@@ -119,6 +120,8 @@ class LayerPlan:
             PlanError: a slot that the layer does not have, a node for another slot, a handoff read that no earlier slot
                 writes, or a layer that is not Megatron-Core's without nodes.
         """
+        if nodes is not None:
+            check_argument("nodes", nodes, Mapping)
         recipe = _Recipe(dict(nodes or {}), split_combine, registry or LayerRegistry())
         registered = recipe.registry.find(layer)
         given = {**registered, **recipe.nodes}
@@ -164,6 +167,9 @@ class LayerPlan:
         Raises:
             PlanError: no plans, or one before the last has several slots.
         """
+        check_argument("parts", parts, Sequence)
+        for part in parts:
+            check_argument("a part", part, LayerPlan)
         if len(parts) == 1:
             return parts[0]
         if not parts:

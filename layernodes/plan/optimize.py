@@ -23,6 +23,7 @@ from collections.abc import Callable
 
 from layernodes.errors import ScheduleError
 from layernodes.plan import candidates, schedules
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.costs import CostModel
 from layernodes.plan.optimization import MAX_STATES, Effort, Optimization
 from layernodes.plan.optimized import Optimized, Progress
@@ -115,6 +116,7 @@ def optimize_with_report(
 ) -> Optimized[Schedule]:
     """As ``optimize``, and says how good the schedule is."""
     effort = _effort(memory_limit, time_limit, max_states, progress)
+    check_argument("costs", costs, CostModel)
     rules = Rules.of(shape, num_microbatches, mode)
     trains = rules.mode is Mode.TRAIN
     run = Optimization(Schedule, rules, costs, effort)
@@ -139,6 +141,7 @@ def optimize_pair_with_report(
 ) -> Optimized[PairSchedule]:
     """As ``optimize_pair``, and says how good the schedule is."""
     effort = _effort(memory_limit, time_limit, max_states, progress)
+    check_argument("costs", costs, CostModel)
     run = Optimization(PairSchedule, Rules.of_pair(forward_shape, backward_shape), costs, effort)
     run.consider(candidates.built_in_pair_candidates(forward_shape, backward_shape), at_least=candidates.NUM_WELL_KNOWN)
     run.search()

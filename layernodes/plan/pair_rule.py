@@ -29,7 +29,10 @@ def rule_of(order: str | PairRule | PathLike[str], wgrad: WgradMode) -> PairRule
             return rule
 
         def with_wgrad(forward: ChunkShape | None, backward: ChunkShape | None) -> PairSchedule:
-            return pairs.deferred(rule(forward, backward), forward, backward, "first_layer_last")
+            pair = rule(forward, backward)
+            if backward is None or not any(backward.wgrad_slots):  # such as a chunk whose layers are all frozen
+                return pair
+            return pairs.deferred(pair, forward, backward, "first_layer_last")
 
         return with_wgrad
     if not isinstance(order, str) or order.endswith((".txt", ".json")):

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.generators import EARLY_RELEASE_ORDER, MEGATRON_ORDER
 from layernodes.plan.schedule import PairSchedule
 from layernodes.plan.schedules import combined_turn, interleaved_turn, serial_turn, wgrad_place
 from layernodes.plan.shape import ChunkShape
-from layernodes.plan.wgrad import WgradPlace, place_wgrad
+from layernodes.plan.wgrad import WgradPlace, place_wgrad, warn_where_nothing_is_deferred
 
 
 def serial(forward_shape: ChunkShape | None, backward_shape: ChunkShape | None) -> PairSchedule:
@@ -65,6 +66,8 @@ def deferred(
     Raises:
         ScheduleError: an unknown place.
     """
+    check_argument("schedule", schedule, PairSchedule)
+    warn_where_nothing_is_deferred(schedule, backward_shape)
     return PairSchedule(
         place_wgrad(schedule, forward_shape=forward_shape, backward_shape=backward_shape, place=wgrad_place(place))
     )

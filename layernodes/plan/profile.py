@@ -33,6 +33,7 @@ from torch.distributed import ProcessGroup
 from layernodes._megatron.kept import kept_state
 from layernodes.errors import OptionError
 from layernodes.plan import schedules
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.costs import CostModel
 from layernodes.plan.held_bytes import measure_held_bytes
@@ -95,6 +96,7 @@ def profile(
         CostError: the chunk has no slots.
         StepError: a step raised.
     """
+    check_argument("chunk", chunk, ChunkPlan)
     if repetitions < 1 or warmup < 0:
         raise OptionError(
             f"repetitions={repetitions}, warmup={warmup}; give 1 repetition or more, and a warm-up of 0 or more"
@@ -136,7 +138,10 @@ def _measure(
 
 
 def _alone(chunk: ChunkPlan) -> Schedule:
-    return schedules.deferred(schedules.serial(chunk.shape, 1), chunk.shape, WgradPlace.END)
+    alone = schedules.serial(chunk.shape, 1)
+    if any(chunk.shape.wgrad_slots):
+        alone = schedules.deferred(alone, chunk.shape, WgradPlace.END)
+    return alone
 
 
 def _held_bytes(chunk: ChunkPlan, batch: Any, loss_grad: Any, peers: _Peers) -> dict[Step, int]:

@@ -26,6 +26,7 @@ from enum import StrEnum
 from typing import Self, final
 
 from layernodes.errors import ScheduleError
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.shape import ChunkShape
 from layernodes.plan.step import Step
 from layernodes.slots import Phase, StreamType
@@ -111,6 +112,8 @@ class Rules:
         Raises:
             ScheduleError: a negative number, or another mode.
         """
+        check_argument("shape", shape, ChunkShape)
+        check_argument("num_microbatches", num_microbatches, int)
         if num_microbatches < 0:
             raise ScheduleError(f"num_microbatches={num_microbatches}; give 0 or more")
         if mode not in (Mode.TRAIN, Mode.FORWARD):
@@ -126,6 +129,8 @@ class Rules:
     @classmethod
     def of_pair(cls, forward_shape: ChunkShape | None, backward_shape: ChunkShape | None) -> Self:
         """The rules for pairs: ``F0`` of one chunk, ``B1`` and ``W1`` of another; either may be None."""
+        for name, shape in (("forward_shape", forward_shape), ("backward_shape", backward_shape)):
+            check_argument(name, shape, ChunkShape, type(None))
         backward = range(1, 2) if backward_shape else range(0)
         return cls(
             Mode.PAIR,

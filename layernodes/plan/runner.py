@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from layernodes.device_streams import DeviceStreams
 from layernodes.errors import NodeStateError, OptionError, ScheduleError
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import ChunkRun
 from layernodes.plan.collectives import CollectiveWatch
@@ -88,6 +89,11 @@ class Runner:
         after_step: StepCallback | None = None,
         layer_hooks: LayerHooks | None = None,
     ) -> None:
+        if not isinstance(streams, str | Streams):
+            raise OptionError(
+                f"streams is {streams!r}; give one of {', '.join(map(repr, map(str, StreamKind)))}, or an object "
+                f"with the method run of streams, such as RecordingStreams()"
+            )
         self._streams = make_streams(_option(StreamKind, "streams", streams)) if isinstance(streams, str) else streams
         self._rng = _option(RngMode, "rng", rng)
         self._before_step = before_step
@@ -134,6 +140,8 @@ class Runner:
             StepError: a step raised; names it. Gradients accumulated until then stay.
         """
         self._check_open()
+        check_argument("schedule", schedule, Schedule)
+        check_argument("chunk", chunk, ChunkPlan)
         trains = any(step.phase is not Phase.F for step in schedule)
         with torch.set_grad_enabled(trains):
             try:
@@ -183,6 +191,9 @@ class Runner:
             ScheduleError, RankMismatchError, StepError: as ``run``.
         """
         self._check_open()
+        check_argument("schedule", schedule, PairSchedule)
+        for name, run in (("forward", forward), ("backward", backward)):
+            check_argument(name, run, ChunkRun, type(None))
         chunks = (None if forward is None else forward.plan, None if backward is None else backward.plan)
         groups = _groups_of(chunks)
         try:

@@ -10,6 +10,7 @@ from typing import ClassVar, Self, final, overload
 
 from layernodes.errors import ScheduleError, ScheduleParseError
 from layernodes.plan import schedule_json
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.grid import render, stream_in
 from layernodes.plan.shape import ChunkShape
 from layernodes.plan.step import Step
@@ -87,6 +88,7 @@ class StepSequence:
         Raises:
             ScheduleParseError: no JSON, not a schedule of this type, or bad steps; every place with line and column.
         """
+        check_argument("text", text, str)
         return cls(schedule_json.load(text, kind=cls.kind))
 
     @classmethod
@@ -98,6 +100,7 @@ class StepSequence:
             ScheduleError: the name of the file ends in neither.
             OSError: the file cannot be read.
         """
+        check_argument("path", path, str, PathLike)
         as_json = _is_json(Path(path))
         try:
             text = decode(Path(path).read_bytes())

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Final
 
 from layernodes.errors import ScheduleError
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.generators import (
     EARLY_RELEASE_ORDER,
     MEGATRON_ORDER,
@@ -23,7 +24,7 @@ from layernodes.plan.generators import (
 from layernodes.plan.schedule import Schedule
 from layernodes.plan.shape import ChunkShape
 from layernodes.plan.step import Step
-from layernodes.plan.wgrad import WgradPlace, place_wgrad
+from layernodes.plan.wgrad import WgradPlace, place_wgrad, warn_where_nothing_is_deferred
 
 
 def serial(shape: ChunkShape, num_microbatches: int) -> Schedule:
@@ -36,6 +37,7 @@ def serial(shape: ChunkShape, num_microbatches: int) -> Schedule:
     Raises:
         ScheduleError: a negative number of microbatches.
     """
+    check_argument("shape", shape, ChunkShape)
     return Schedule(chain.from_iterable(serial_turn(shape, shape, m, m) for m in _range(num_microbatches)))
 
 
@@ -62,6 +64,7 @@ def combined_1f1b(
     Raises:
         ScheduleError: a negative number of microbatches, or a malformed order.
     """
+    check_argument("shape", shape, ChunkShape)
     turns = zip([*_range(num_microbatches), None], [None, *_range(num_microbatches)], strict=True)
     return Schedule(
         step
@@ -90,6 +93,7 @@ def forward_forward(shape: ChunkShape, num_microbatches: int, *, group: int = 2)
     Raises:
         ScheduleError: a negative number of microbatches, or a group of less than one.
     """
+    check_argument("shape", shape, ChunkShape)
     groups = _groups(num_microbatches, group)
     return Schedule(chain.from_iterable(interleaved_turn(shape, shape, members, members) for members in groups))
 
@@ -103,12 +107,16 @@ def forward_only(shape: ChunkShape, num_microbatches: int, *, group: int = 1) ->
     Raises:
         ScheduleError: as ``forward_forward``.
     """
+    check_argument("shape", shape, ChunkShape)
     groups = _groups(num_microbatches, group)
     return Schedule(chain.from_iterable(interleaved_turn(shape, shape, members, ()) for members in groups))
 
 
 def deferred(schedule: Schedule, shape: ChunkShape, place: WgradPlace | str = WgradPlace.NEXT_COMM) -> Schedule:
-    """The same schedule with the weight gradients that the shape defers, if any, at a chosen place.
+    """The same schedule with the weight gradients that the shape defers at a chosen place.
+
+    Where the shape defers none (its chunk was built with ``wgrad="off"``, the default) the schedule has no ``W`` steps,
+    and a warning is logged.
 
     Args:
         schedule: a valid schedule, with or without ``W`` steps; those it has are moved.
@@ -118,6 +126,9 @@ def deferred(schedule: Schedule, shape: ChunkShape, place: WgradPlace | str = Wg
     Raises:
         ScheduleError: another place.
     """
+    check_argument("schedule", schedule, Schedule)
+    check_argument("shape", shape, ChunkShape)
+    warn_where_nothing_is_deferred(schedule, shape)
     return Schedule(place_wgrad(schedule, forward_shape=shape, backward_shape=shape, place=wgrad_place(place)))
 
 
@@ -191,6 +202,7 @@ def wgrad_place(place: WgradPlace | str) -> WgradPlace:
 
 
 def _range(num_microbatches: int) -> range:
+    check_argument("num_microbatches", num_microbatches, int)
     if num_microbatches < 0:
         raise ScheduleError(f"num_microbatches={num_microbatches}; give 0 or more")
     return range(num_microbatches)

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from layernodes.errors import ScheduleError
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.costs import CostModel, SlotCost
 from layernodes.plan.infer import infer_rules
 from layernodes.plan.rules import Mode, Rules
@@ -59,6 +60,8 @@ def simulate(
         ScheduleError: a step is foreign, there twice, or stands before one that it must come after.
         CostError: a step has no cost.
     """
+    check_argument("schedule", schedule, Schedule, PairSchedule)
+    check_argument("costs", costs, CostModel)
     rules = _rules(schedule, costs, shape, backward_shape)
     violations = [v for v in find_violations(schedule.steps, rules) if v.rule != "missing"]
     if violations:

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 
 from layernodes.errors import ParsePlace, ScheduleParseError
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.step import Step, explain_step
 
 MAX_STEPS = 2_000_000
@@ -28,6 +29,7 @@ def parse_steps(text: str) -> tuple[Step, ...]:
     Raises:
         ScheduleParseError: some words are no steps (all are listed), or the text is beyond the limits.
     """
+    check_argument("text", text, str)
     check_size(text)
     steps: list[Step] = []
     bad: list[ParsePlace] = []

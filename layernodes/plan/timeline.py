@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self, final
 
 from layernodes.errors import MissingExtraError
 from layernodes.plan import critical_path, exposure, gantt, memory, perfetto, summary
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.step import Step
 from layernodes.slots import StreamType
 
@@ -153,6 +154,7 @@ class Timeline:
             ScheduleError: it is no such trace.
             OSError: the file cannot be read.
         """
+        check_argument("path", path, str, PathLike)
         spans, hardware_queues = perfetto.parse(Path(path).read_text(encoding="utf-8"), source=str(path))
         return cls(tuple(Interval(*span) for span in spans), hardware_queues=hardware_queues)
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from layernodes.errors import ScheduleError, Violation
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.explain import explain_foreign
 from layernodes.plan.grid import render
 from layernodes.plan.rules import NONE, Mode, Rules
@@ -43,6 +44,7 @@ def validate(
     Raises:
         ScheduleError: it may not; ``violations`` holds all faults, the text lists them and shows them in a grid.
     """
+    check_argument("schedule", schedule, Schedule)
     if num_microbatches is None:
         num_microbatches = len({step.microbatch for step in schedule})
     check(schedule.steps, Rules.of(shape, num_microbatches, mode))
@@ -59,6 +61,7 @@ def validate_pair(schedule: PairSchedule, forward_shape: ChunkShape | None, back
     Raises:
         ScheduleError: it may not; ``violations`` holds all faults, the text lists them and shows them in a grid.
     """
+    check_argument("schedule", schedule, PairSchedule)
     check(schedule.steps, Rules.of_pair(forward_shape, backward_shape))
 
 

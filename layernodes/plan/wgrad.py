@@ -14,12 +14,15 @@ module's Ws keep the order of its Bs, so that a valid schedule stays valid::
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
 
 from layernodes.plan.shape import ChunkShape
 from layernodes.plan.step import Step
 from layernodes.slots import Phase, StreamType
+
+_logger = logging.getLogger(__name__)
 
 
 class WgradPlace(StrEnum):
@@ -75,6 +78,20 @@ def place_wgrad(
             ):
                 yield waiting.pop()
     yield from waiting
+
+
+def warn_where_nothing_is_deferred(steps: Iterable[Step], backward_shape: ChunkShape | None) -> None:
+    """Log a warning where no ``W`` can be placed: a schedule goes backward, and no layer of its shape defers anything.
+
+    No error, since code that places them for any chunk also meets those with nothing to defer, all frozen for instance.
+    """
+    if backward_shape is None or not backward_shape.layers or any(backward_shape.wgrad_slots):
+        return
+    if any(step.phase is not Phase.F for step in steps):
+        _logger.warning(
+            "deferred() has no weight gradients to place: no layer of the shape defers any, and all come with B; build "
+            "the chunk with wgrad='auto' (a shape alone: ChunkShape.of(..., wgrad=True)), or leave deferred() out"
+        )
 
 
 def _key(step: Step) -> tuple[Phase, int | None, str]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from argparse import Action, ArgumentParser
 from pathlib import Path
 
 import pytest
 
 from layernodes import cli
+from layernodes.command import WGRAD_MODES, spell_out
 from layernodes.plan import schedules
 from layernodes.plan.costs import CostModel
+from layernodes.plan.layer_plan import WgradMode
 from layernodes.plan.presets import PRESETS
 from layernodes.plan.schedule import PairSchedule, Schedule
 from layernodes.plan.shape import ChunkShape
@@ -34,7 +37,7 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.startswith("pre_process | L0 dense | L1 moe | L2 moe | post_process; W:")
     assert "F0.L1.moe_dispatch" in text
     built = schedules.combined_1f1b(ChunkShape.of(["dense", "moe", "moe"]), 3)
-    for switch, parse in (("--text", Schedule.parse), ("--json", Schedule.from_json)):
+    for switch, parse in (("--steps", Schedule.parse), ("--json", Schedule.from_json)):
         assert main("show", "combined_1f1b", "--layers", "dense,moe*2", "--microbatches", "3", switch) == 0
         assert parse(capsys.readouterr().out) == built
 
@@ -91,6 +94,8 @@ def test_check_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["explain", "trace.json"], "there is no file trace.json"),
         (["profile", "--repetitions", "0"], "--repetitions 0, --warmup 2; give at least 1 and 0"),
         (["profile", "-o", "nowhere/costs.json"], "nowhere/costs.json, and there is no such folder"),
+        (["run", "serial", "--schedule", "own.txt"], "two schedules, serial and --schedule own.txt; name one"),
+        (["demo", "--mtp", "-1"], "--mtp is -1; give 0 or more"),
         (["run", "--trace", "nowhere/t.json"], "--trace is nowhere/t.json, and there is no such folder"),
         (["optimize", "--costs", "mixtral-8x7b", "--memory-limit", "1"], "no schedule found that holds at most 1"),
     ],
@@ -205,3 +210,45 @@ def test_unknown_option_names_the_command(capsys: pytest.CaptureFixture[str]) ->
     """The help that an unknown option points to is that of its command."""
     assert main("check", "serial", "--dense-last") == 2
     assert "unrecognized arguments: --dense-last (see layernodes check --help)" in capsys.readouterr().err
+
+
+def test_an_option_is_the_same_in_every_command() -> None:
+    """Name, values and meaning; only the kinds of layers are not for models that a command makes itself."""
+    found: dict[str, Action] = {}
+    for entry in cli.COMMANDS.values():
+        parser = ArgumentParser()
+        entry.load().add_arguments(parser)
+        for action in parser._actions:
+            for name in action.option_strings:
+                first = found.setdefault(name, action)
+                differing = {
+                    field
+                    for field in ("dest", "nargs", "const", "choices", "type")
+                    if getattr(first, field) != getattr(action, field)
+                }
+                assert differing == ({"type"} if name == "--layers" and action.type != first.type else set()), name
+    assert set(WGRAD_MODES) == set(WgradMode)
+
+
+def test_values_that_are_left_out() -> None:
+    """``--wgrad`` and ``--mtp`` have one where the next word is none of theirs, a schedule for instance."""
+    assert spell_out(["check", "--wgrad", "own.txt", "--mtp"]) == ["check", "--wgrad=auto", "own.txt", "--mtp=1"]
+    same = ["--wgrad", "off", "--wgrad", "auto", "--mtp", "2", "--mtp", "-1", "--wgrad=off"]
+    assert spell_out(same) == same
+
+
+@pytest.mark.parametrize("command", ["simulate", "trace", "plot"])
+def test_a_trace_takes_no_costs(
+    command: str, costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would be ignored is refused: costs of a trace, and a place for the W steps of a trace or a file."""
+    monkeypatch.chdir(tmp_path)
+    assert main("trace", "serial", "--costs", costs, "--layers", "1", "-o", "run.json") == 0
+    assert main(command, "run.json", "--costs", costs) == 2
+    assert "run.json is a trace of a run, which says what its steps took; leave --costs out" in capsys.readouterr().err
+    assert main(command, "run.json", "--wgrad", "--wgrad-place", "end") == 2
+    assert "leave --wgrad-place out" in capsys.readouterr().err
+    schedules.serial(ChunkShape.of(["moe"], wgrad=True), 1).save("own.txt")
+    assert main(command, "own.txt", "--costs", costs, "--wgrad", "--wgrad-place", "end") == 2
+    assert "own.txt says where its W steps are; leave --wgrad-place out" in capsys.readouterr().err
+    assert main("explain", "run.json", "--costs", costs) == 0

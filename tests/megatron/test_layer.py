@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,13 +16,12 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.typed_torch import apply_module
 from torch import Tensor, nn
 
 import layernodes
-from layernodes import ChunkPlan, LayerPlan
+from layernodes import LayerPlan
 from tests.support.build import make_microbatches, make_model
 from tests.support.compare import run_cell
 from tests.support.configs import Cell, by_name
@@ -353,82 +352,3 @@ class TestNcclEp:
                 output = run.forward(torch.randn(6, 2, 32, requires_grad=True))
                 run.backward(torch.randn_like(output))
         assert buffer.abs().sum() > 0
-
-
-class _Precision:
-    """The layers in whose low-precision context a forward is, and what was found to run in which."""
-
-    def __init__(self, layers: Sequence[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.layers = list(layers)
-        self.entered: list[int] = []
-        self.active: list[int] = []
-        self.found: list[tuple[int, list[int]]] = []
-        record = self
-
-        @contextmanager
-        def context(layer: Any) -> Iterator[None]:
-            index = next(i for i, own in enumerate(record.layers) if own is layer)
-            record.entered.append(index)
-            record.active.append(index)
-            yield
-            record.active.pop()
-
-        for kind in (TransformerLayer, MultiTokenPredictionLayer):
-            monkeypatch.setattr(kind, "get_inner_quantization_context", context)
-        for index, layer in enumerate(self.layers):
-            inner = getattr(layer, "mtp_model_layer", layer)
-            is_moe = isinstance(inner.mlp, MoELayer)
-            for module in (inner.self_attention, inner.mlp.experts if is_moe else inner.mlp):
-                module.register_forward_pre_hook(lambda *_, i=index: record.found.append((i, list(record.active))))
-
-
-class TestLowPrecision:
-    """The low-precision context is the layer's own, entered around each slot by whoever runs the plan."""
-
-    _CELL = replace(by_name("mtp-aux-ep1"), layers="DM", mtp=2)
-
-    @classmethod
-    def _model(cls, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, _Precision]:
-        model = make_model(cls._CELL)
-        return model, _Precision([*model.decoder.layers, *model.mtp.layers], monkeypatch)
-
-    def test_under_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Megatron's schedule plan enters ``get_inner_quantization_context`` of the very layer, also of MTP layers, for
-        each of its five slots."""
-        model, precision = self._model(monkeypatch)
-        microbatch = make_microbatches(self._CELL)[0]
-        with layernodes.install():
-            plan = model.build_schedule_plan(**microbatch.inputs)
-            output = type(plan).run(plan, None)
-            forward = list(precision.entered)
-            type(plan).run(None, plan, b_grad=microbatch.output_grad)
-        assert forward == [index for index in range(4) for _ in range(5)]
-        self._check(precision, output, microbatch)
-
-    def test_under_the_runner(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The runner enters it once around each slot that a layer has, in forward only."""
-        model, precision = self._model(monkeypatch)
-        model.config.fp8, model.config.fp8_recipe = "hybrid", "tensorwise"
-        microbatch = make_microbatches(self._CELL)[0]
-        chunk = ChunkPlan.build(model)
-        with layernodes.Runner(streams="inline") as runner:
-            result = runner.run(
-                layernodes.schedules.serial(chunk.shape, num_microbatches=1),
-                chunk,
-                [dict(microbatch.inputs)],
-                [microbatch.output_grad],
-            )
-        slots = [sum(place.layer == index and place.node is not None for place in chunk.places) for index in range(4)]
-        assert slots == [2, 4, 5, 5]
-        assert precision.entered == [index for index, count in enumerate(slots) for _ in range(count)]
-        self._check(precision, result.outputs[0], microbatch)
-
-    def test_none_without_low_precision(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Where nothing is configured the runner enters none."""
-        model, _ = self._model(monkeypatch)
-        assert {place.precision for place in ChunkPlan.build(model).places} == {None}
-
-    def _check(self, precision: _Precision, output: Tensor, microbatch: Any) -> None:
-        assert precision.active == []
-        assert sorted(precision.found) == [(index, [index]) for index in range(4) for _ in range(2)]
-        assert torch.equal(output, make_model(self._CELL)(**microbatch.inputs))

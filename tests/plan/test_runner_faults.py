@@ -14,7 +14,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
-from layernodes import ChunkPlan, LayerPlan, Runner, Slot, Step, StepError, schedules
+from layernodes import ChunkPlan, LayerPlan, NodeStateError, Runner, Slot, Step, StepError, schedules
 from tests.support import toy
 from tests.support.configs import by_name
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
@@ -236,3 +236,22 @@ def test_a_failing_module_of_a_megatron_model(name: str, streams: str) -> None:
         right[key] is again[key] or torch.equal(right[key], again[key])  # type: ignore[arg-type]
         for key in right
     )
+
+
+@pytest.mark.parametrize("streams", ["inline", "threads"])
+def test_a_handoff_that_nobody_took(streams: str) -> None:
+    """Found at the node that left it, with its name, and what to do; its gradient would be lost in silence."""
+
+    class Forgetful(toy.Return):
+        def forward(self, ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:
+            return inputs[0] * 1.5
+
+    first, second = toy.toys(2)
+    chunks = [toy.chunk_of([first]), toy.chunk_of([second], moe_combine=Forgetful)]
+    chunk = ChunkPlan.of([plan for one in chunks for plan in one.layers])
+    with Runner(streams) as runner, pytest.raises(StepError) as caught:
+        runner.run(schedules.serial(chunk.shape, 1), chunk, toy.inputs(1))
+    assert isinstance(caught.value.__cause__, NodeStateError)
+    wanted = "Forgetful.forward returned with declared handoffs left untaken: wide; take and put each"
+    assert str(caught.value.__cause__).startswith(wanted)
+    assert caught.value.step == "F0.L1.moe_combine"

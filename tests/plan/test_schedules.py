@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layernodes.errors import ScheduleError
-from layernodes.plan import schedules
+from layernodes.plan import pairs, schedules
 from layernodes.plan.schedule import Schedule
 from layernodes.plan.shape import ChunkShape
 from layernodes.plan.validate import validate
@@ -99,12 +99,21 @@ def test_combined_by_hand() -> None:
         assert str(schedule[alone : alone + len(expected)]).split() == expected
 
 
-def test_deferred_leaves_shapes_without_deferral_alone() -> None:
-    """With nothing deferred, W steps are taken out and none come in."""
-    on, off = ChunkShape.of(["moe"], wgrad=True), ChunkShape.of(["moe"])
+def test_deferred_says_where_nothing_is_deferred(caplog: pytest.LogCaptureFixture) -> None:
+    """W steps are taken out, none come in, and a warning says what to change; silent where none could be expected."""
+    on, off, empty = ChunkShape.of(["moe"], wgrad=True), ChunkShape.of(["moe"]), ChunkShape.of([])
+    schedules.deferred(schedules.serial(on, 2), on)
+    schedules.deferred(schedules.serial(empty, 2), empty)
+    schedules.deferred(schedules.forward_only(off, 2), off)
+    pairs.deferred(pairs.serial(off, on), off, on)
+    pairs.deferred(pairs.serial(off, None), off, None)
+    assert caplog.messages == []
     schedule = schedules.deferred(schedules.serial(on, 2), off)
     assert schedule == schedules.serial(off, 2)
     assert all(step.phase is not Phase.W for step in schedule)
+    pairs.deferred(pairs.serial(on, off), on, off)
+    assert len(caplog.messages) == 2
+    assert all("build the chunk with wgrad='auto'" in message for message in caplog.messages)
 
 
 def test_refusals() -> None:

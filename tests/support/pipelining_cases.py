@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -10,8 +14,8 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
-from layernodes import ChunkPlan, LayerPlan, Runner, pairs
-from layernodes.pipelining import overlap, pipeline_stage
+from layernodes import ChunkPlan, LayerPlan, NodeContext, Runner, ScheduleNode, Slot, StreamType, pairs
+from layernodes.pipelining import ChunkStage, overlap, pipeline_stage
 from tests.support import toy
 
 _COUNT, _ROWS, _SIZE = 8, 3, 8
@@ -63,4 +67,78 @@ def dual_pipe_v() -> dict[str, Any]:
                         same = [torch.equal(a, b) for a, b in zip(expected, actual, strict=True)]
                         found[f"{streams} {wgrad} {name} {repetition}"] = all(same)
                 found[f"{streams} {wgrad} {name} steps"] = steps
+    return {**found, "autocast": _autocast()}
+
+
+class _Casting(torch.nn.Module):
+    """Two linears in fp32, each cast back from what autocast makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(_SIZE, _SIZE)
+        self.second = torch.nn.Linear(_SIZE, _SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.second(torch.tanh(self.first(x).float())).float())
+
+
+class _First(ScheduleNode):
+    slot = Slot.MOE_DISPATCH
+    stream = StreamType.COMM
+    names: ClassVar[str] = "first"
+
+    def __init__(self, layer: _Casting) -> None:
+        self.linear = getattr(layer, self.names)
+
+    def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor:
+        return torch.tanh(self.linear(inputs[0]).float())
+
+
+class _Second(_First):
+    slot = Slot.MLP
+    stream = StreamType.COMPUTE
+    names = "second"
+
+
+def _on_a_thread(go_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """As autograd calls a node of tensors on an accelerator: on a thread of its own, without the caller's autocast."""
+
+    def call(*arguments: Any) -> Any:
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(go_backward(*arguments)))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    return call
+
+
+def _autocast() -> dict[str, bool]:
+    """Under autocast, with the backward on another thread: by case, whether losses and gradients are torch's own."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    layers = {index: [_Casting(), _Casting()] for index in (rank, 2 * world - 1 - rank)}
+    nodes = {node.slot: node for node in (_First, _Second)}
+    example = torch.zeros(_ROWS, _SIZE)
+    batch = torch.randn(_COUNT * _ROWS, _SIZE, generator=torch.Generator().manual_seed(5))
+    expected: dict[bool, list[Tensor]] = {}
+    for casts in (True, False):
+        plain = [PipelineStage(_Stage(*of), index, 2 * world, example.device) for index, of in layers.items()]
+        with torch.autocast("cpu", torch.bfloat16) if casts else nullcontext():
+            expected[casts] = _step(plain, batch)
+    found = {"casts": not torch.equal(expected[True][-1], expected[False][-1])}
+    for streams in ("inline", "threads"):
+        for pair in (pairs.combined_1f1b, None):
+            with Runner(streams) as runner:
+                cut = [
+                    pipeline_stage(
+                        ChunkPlan.of([LayerPlan.build(layer, nodes=nodes) for layer in of]),
+                        *(runner, index, 2 * world, example),
+                    )
+                    for index, of in layers.items()
+                ]
+                on_a_thread = mock.patch.object(ChunkStage, "go_backward", _on_a_thread(ChunkStage.go_backward))
+                with on_a_thread, torch.autocast("cpu", torch.bfloat16):
+                    actual = _step(cut, batch, pair)
+            found[f"{streams} {pair is not None}"] = all(map(torch.equal, expected[True], actual))
     return found
