@@ -89,12 +89,9 @@ class Runner:
         after_step: StepCallback | None = None,
         layer_hooks: LayerHooks | None = None,
     ) -> None:
-        if not isinstance(streams, str | Streams):
-            raise OptionError(
-                f"streams is {streams!r}; give one of {', '.join(map(repr, map(str, StreamKind)))}, or an object "
-                f"with the method run of streams, such as RecordingStreams()"
-            )
-        self._streams = make_streams(_option(StreamKind, "streams", streams)) if isinstance(streams, str) else streams
+        self._streams = (
+            streams if isinstance(streams, Streams) else make_streams(_option(StreamKind, "streams", streams))
+        )
         self._rng = _option(RngMode, "rng", rng)
         self._before_step = before_step
         self._after_step = after_step
