@@ -15,23 +15,36 @@ WARM_UP = 2
 
 
 class Times(NamedTuple):
-    """Seconds of one run: median, least and most over the repetitions."""
+    """Seconds of one run: median, least and most over the repetitions; and the median of this process's own processor
+    time, which leaves out waiting for other ranks and for a core."""
 
     median: float
     low: float
     high: float
+    processor: float
 
 
-def alternate(runs: Mapping[str, Callable[[], object]], repetitions: int) -> dict[str, Times]:
-    """Time every run in turn, again and again, so that whatever disturbs one disturbs them all."""
+def alternate(
+    runs: Mapping[str, Callable[[], object]], repetitions: int, *, before: Callable[[], object] = lambda: None
+) -> dict[str, Times]:
+    """Time every run in turn, again and again, so that whatever disturbs one disturbs them all.
+
+    ``before`` is called before each, untimed.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
+    processor: dict[str, list[float]] = {name: [] for name in runs}
     for repetition in range(repetitions + WARM_UP):
         for name, run in runs.items():
-            start = time.perf_counter()
+            before()
+            start, processor_start = time.perf_counter(), time.process_time()
             run()
             if repetition >= WARM_UP:
                 seconds[name].append(time.perf_counter() - start)
-    return {name: Times(statistics.median(found), min(found), max(found)) for name, found in seconds.items()}
+                processor[name].append(time.process_time() - processor_start)
+    return {
+        name: Times(statistics.median(found), min(found), max(found), statistics.median(processor[name]))
+        for name, found in seconds.items()
+    }
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str | float]]) -> str:
