@@ -2,8 +2,9 @@
 
 A dispatch mode notes every storage that an operation makes, weakly: the bytes alive are those of all noted storages
 that still exist, at the size that they have now (a plan may empty a storage that others still hold). Parameters, inputs
-and what lives before the mode is entered do not count, nor does what a kernel needs for itself. Collectives run on
-copies: the thread of a gloo group lets go of a collective's tensors a moment after it is done, and that moment varies.
+and what lives before the mode is entered do not count, nor does what a kernel needs for itself, nor the states of
+generators, which Megatron-Core's tracker keeps and compares (5 kB each on a CPU). Collectives run on copies: the thread
+of a gloo group lets go of a collective's tensors a moment after it is done, and that moment varies.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._storages: dict[int, StorageWeakRef] = {}
+        self._state_shape = torch.get_rng_state().shape
         self.peak = 0
 
     def __enter__(self) -> Self:
@@ -56,6 +58,8 @@ class LiveBytes(TorchDispatchMode):
         if not func.is_view:
             given = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs or {}))}
             for tensor in tensors_in(result):
+                if tensor.shape == self._state_shape and tensor.element_size() == 1:
+                    continue
                 storage = tensor.untyped_storage()
                 if storage._cdata not in given and storage._cdata not in self._storages:
                     self._storages[storage._cdata] = StorageWeakRef(storage)

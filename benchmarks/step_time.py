@@ -5,7 +5,7 @@ compared is what each way of running costs beside the model's own work:
 
     plain          model(...), loss.backward()
     megatron       Megatron-Core's schedule plan on its own callables, built for each microbatch
-    install        the same plan on our nodes
+    install        the same plan on our nodes, put in place beforehand
     runner         a serial schedule on inline streams
 
 Beside the time of a step stands the processor time of rank 0, which leaves out waiting: for the other rank, and for a
@@ -17,21 +17,24 @@ On two ranks (EP=2) by default: on one, Megatron-Core's own plan cannot run the 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 import layernodes
-from benchmarks._measure import alternate, on_ranks, show, table
-from benchmarks._ways import Batches, demo_batches, plain, serial_plans
+from benchmarks._measure import alternate, keep_freed_memory, on_ranks, show, table
+from benchmarks._ways import demo_batches, plain, serial_plans
 from layernodes import ChunkPlan, Runner, schedules
 from layernodes.demo.model import build_model, seed_everything
 from layernodes.demo.settings import DemoSettings
 from layernodes.demo.world import World, demo_world
+
+_AUDITED = 4
+"""The edges of a new node's first forwards are checked, which is no part of a step: the first, second and fourth."""
 
 
 def main() -> int:
@@ -58,16 +61,30 @@ def main() -> int:
 def measure(settings: DemoSettings, world: World, repetitions: int) -> dict[str, Any]:
     """Milliseconds a step of each way, median and spread, and what it takes over the plain model."""
     model = build_model(settings, num_ranks=world.num_ranks, device=world.device)
-    runs, runner = _runs(model, *demo_batches(settings, world))
-    if world.num_ranks == 1:
-        del runs["megatron"]
+    batches, gradients = demo_batches(settings, world)
+    chunk = ChunkPlan.build(model)
+    schedule = schedules.serial(chunk.shape, len(batches))
+    installation = layernodes.install()
+    plans = partial(serial_plans, model, batches, gradients)
+    runs: dict[str, Callable[[], object]] = {"plain": partial(plain, model, batches, gradients)}
+    if world.num_ranks > 1:
+        runs["megatron"] = plans
+    runs["install"] = plans
 
-    def before() -> None:
+    def before(name: str) -> None:
+        if name == "install":
+            installation.start()
+            for _ in range(math.ceil(_AUDITED / len(batches))):
+                plans()
+        elif installation.active:
+            installation.stop()
         model.zero_grad()
         seed_everything(settings.seed)  # so that tokens travel alike in all of them
         dist.barrier()
 
-    with runner:
+    keep_freed_memory()
+    with Runner("inline") as runner:
+        runs["runner"] = partial(runner.run, schedule, chunk, batches, gradients)
         times = alternate(runs, repetitions, before=before)
     base = times["plain"]
     return {
@@ -79,22 +96,6 @@ def measure(settings: DemoSettings, world: World, repetitions: int) -> dict[str,
         "over_plain": {name: found.median / base.median - 1 for name, found in times.items()},
         "processor_over_plain": {name: found.processor / base.processor - 1 for name, found in times.items()},
     }
-
-
-def _runs(model: Any, batches: Batches, gradients: Sequence[Tensor]) -> tuple[dict[str, Callable[[], object]], Runner]:
-    def install() -> None:
-        with layernodes.install():
-            serial_plans(model, batches, gradients)
-
-    chunk = ChunkPlan.build(model)
-    schedule = schedules.serial(chunk.shape, len(batches))
-    runner = Runner("inline")
-    return {
-        "plain": partial(plain, model, batches, gradients),
-        "megatron": partial(serial_plans, model, batches, gradients),
-        "install": install,
-        "runner": partial(runner.run, schedule, chunk, batches, gradients),
-    }, runner
 
 
 def _text(found: Mapping[str, Any]) -> str:

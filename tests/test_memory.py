@@ -37,10 +37,18 @@ def test_at_most_megatrons() -> None:
 
 @pytest.mark.full
 def test_at_most_megatrons_wherever_it_is_right() -> None:
-    """Every configuration of two ranks that Megatron-Core's own plan runs rightly."""
-    cells = [cell for cell in CELLS if cell.world_size == 2 and "paired" not in cell.orders]
+    """Every configuration of two ranks that Megatron-Core's own plan runs rightly, to the bit.
+
+    But for deferred weight gradients: with local linears Megatron-Core's own plan does not defer what it says it does,
+    and so keeps nothing for it.
+    """
+    cells = [
+        cell
+        for cell in CELLS
+        if cell.world_size == 2 and "paired" not in cell.orders and "delay_wgrad_compute" not in cell.late_config
+    ]
     verdicts = run_cells(cells, MEGATRON)
-    right = [cell for cell in cells if verdicts[cell.name].status in ("right", "rounding")]
+    right = [cell for cell in cells if verdicts[cell.name].status == "right"]
     assert len(right) > 60, len(right)
     layouts = {(cell.tp, cell.ep, cell.etp) for cell in right}
     for layout in layouts:
