@@ -30,7 +30,7 @@ def _above(ranks: Sequence[Mapping[str, Peaks]]) -> list[str]:
 
 def test_at_most_megatrons() -> None:
     """Two configurations, each in three orders, on both ranks."""
-    found = values_on_ranks(f"{_CASES}:measure", ["alltoall-moe-ep2", "alltoall-recompute-layernorm-ep2"])
+    found = values_on_ranks(f"{_CASES}:measure", ["alltoall-moe-ep2", "drop-pad-ep2"])
     assert [len(orders) for cells in found for orders in cells.values()] == [4] * 4
     assert _above(found) == []
 
