@@ -29,6 +29,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from torch import Tensor
 
 import layernodes
@@ -98,6 +99,7 @@ def main() -> int:
 
 
 def _measure(settings: DemoSettings, world: World) -> dict[str, Any]:
+    destroy_moe_metrics_tracker()  # it has room for as many layers as the first model
     model = build_model(settings, num_ranks=world.num_ranks, device=world.device)
     batches, gradients = demo_batches(settings, world)
     with_megatron = world.num_ranks > 1
