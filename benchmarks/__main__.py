@@ -18,6 +18,7 @@ CANNOT_MEASURE_HERE = 3
 _ALL = {
     "host_overhead": ("--repetitions 200", "--layers 2 --repetitions 2"),
     "step_time": ("--repetitions 15", "--layers 1 --hidden 64 --microbatches 1 --repetitions 1"),
+    "memory": ("", "--quick"),
     "scaling": ("--repetitions 5", "--repetitions 1"),
     "overlap": ("--repetitions 5", "--layers 1 --microbatches 2 --ratios 1 --repetitions 1"),
     "prediction": ("--repetitions 5", "--layers 1 --microbatches 2 --repetitions 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import statistics
@@ -15,23 +16,55 @@ WARM_UP = 2
 
 
 class Times(NamedTuple):
-    """Seconds of one run: median, least and most over the repetitions."""
+    """Seconds of one run: median, least and most over the repetitions; and the median of this process's own processor
+    time, which leaves out waiting for other ranks and for a core."""
 
     median: float
     low: float
     high: float
+    processor: float
 
 
-def alternate(runs: Mapping[str, Callable[[], object]], repetitions: int) -> dict[str, Times]:
-    """Time every run in turn, again and again, so that whatever disturbs one disturbs them all."""
+def alternate(
+    runs: Mapping[str, Callable[[], object]],
+    repetitions: int,
+    *,
+    before: Callable[[str], object] = lambda name: None,
+) -> dict[str, Times]:
+    """Time every run in turn, again and again, so that whatever disturbs one disturbs them all.
+
+    ``before`` is called with the name of each before it, untimed.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
+    processor: dict[str, list[float]] = {name: [] for name in runs}
     for repetition in range(repetitions + WARM_UP):
         for name, run in runs.items():
-            start = time.perf_counter()
+            before(name)
+            start, processor_start = time.perf_counter(), time.process_time()
             run()
             if repetition >= WARM_UP:
                 seconds[name].append(time.perf_counter() - start)
-    return {name: Times(statistics.median(found), min(found), max(found)) for name, found in seconds.items()}
+                processor[name].append(time.process_time() - processor_start)
+    return {
+        name: Times(statistics.median(found), min(found), max(found), statistics.median(processor[name]))
+        for name, found in seconds.items()
+    }
+
+
+def keep_freed_memory() -> None:
+    """Let malloc keep what is freed, as an accelerator's allocator does; does nothing where malloc is not glibc's.
+
+    By default it hands the top of its heap back whenever enough of it is free, and the next step pays for the page
+    faults: 3 % of a step and more, or nothing, as chance will have it.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, 1 << 30)
+        mallopt(_M_MMAP_THRESHOLD, 1 << 25)
+
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str | float]]) -> str:

@@ -6,17 +6,22 @@ One slot's forward and backward, per microbatch, everything that is built for th
     megatron   build a chunk's layer plans (``TransformerLayerSchedulePlan``), run them forward, then backward
     ours       open a chunk run and run a serial schedule, on inline streams and on threads
 
-The four alternate in one process; figures are medians over the repetitions.
+The four alternate in one process; figures are medians over the repetitions. On threads, a slot hands over twice, once a
+step; where nothing else runs, most of a hand-over is the time that a core takes to wake up from its sleep. So that is
+measured twice: as it is, and while processes of the lowest priority keep every core awake.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,8 +134,34 @@ def ours(x: Tensor, gradient: Tensor, num_layers: int, streams: str) -> tuple[Ca
     return lambda: (runner.run(schedule, chunk, [x], [gradient]), None)[1], runner
 
 
+@contextmanager
+def cores_awake() -> Iterator[None]:
+    """Keep every core busy at the lowest priority there is, so that whoever wants one finds it awake."""
+    command = [sys.executable, "-S", "-c", _SPIN]
+    spinners = [subprocess.Popen(command) for _ in range(os.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.wait()
+
+
+_SPIN = """
+import os
+if hasattr(os, "SCHED_IDLE"):
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+else:
+    os.nice(19)
+parent = os.getppid()
+while os.getppid() == parent:
+    for _ in range(100_000):
+        pass
+"""
+
+
 def measure(layer: Any, num_layers: int, repetitions: int) -> dict[str, Any]:
-    """Microseconds a slot, median and spread, of each."""
+    """Microseconds a slot, median and spread, of each; and microseconds a hand-over."""
     x = torch.randn(4, 4, requires_grad=True)
     gradient = torch.ones(4, 4)
     inline, inline_runner = ours(x, gradient, num_layers, "inline")
@@ -141,13 +172,9 @@ def measure(layer: Any, num_layers: int, repetitions: int) -> dict[str, Any]:
         "ours, inline": inline,
         "ours, threads": threads,
     }
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for repetition in range(repetitions + 3):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            if repetition >= 3:
-                times[name].append((time.perf_counter() - start) / (num_layers * NUM_SLOTS) * 1e6)
+    times = _alternate(runs, num_layers, repetitions)
+    with cores_awake():
+        awake = _alternate({name: runs[name] for name in ("ours, inline", "ours, threads")}, num_layers, repetitions)
     inline_runner.close()
     threads_runner.close()
     medians = {name: statistics.median(values) for name, values in times.items()}
@@ -159,7 +186,25 @@ def measure(layer: Any, num_layers: int, repetitions: int) -> dict[str, Any]:
         "spread": {name: (min(v), max(v)) for name, v in times.items()},
         "over_floor": {name: value - base for name, value in medians.items() if name != "floor"},
         "share_of_megatron": (medians["ours, inline"] - base) / (medians["megatron"] - base),
+        "microseconds_per_hand_over": {"as it is": _hand_over(times), "cores kept awake": _hand_over(awake)},
     }
+
+
+def _alternate(runs: Mapping[str, Callable[[], object]], num_layers: int, repetitions: int) -> dict[str, list[float]]:
+    """Microseconds a slot of each run, by repetition."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for repetition in range(repetitions + 3):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if repetition >= 3:
+                times[name].append((time.perf_counter() - start) / (num_layers * NUM_SLOTS) * 1e6)
+    return times
+
+
+def _hand_over(times: Mapping[str, Sequence[float]]) -> float:
+    """What threads take over inline streams for each step, of which a slot has two."""
+    return (statistics.median(times["ours, threads"]) - statistics.median(times["ours, inline"])) / 2
 
 
 def main() -> int:
@@ -180,6 +225,8 @@ def main() -> int:
         low, high = found["spread"][name]
         print(f"{name:16}{median:12.1f}{found['over_floor'].get(name, 0.0):12.1f}{low:12.1f} .. {high:9.1f}")
     print(f"ours over Megatron-Core's overhead: {found['share_of_megatron']:.2f}")
+    hand_over = found["microseconds_per_hand_over"]
+    print("us / hand-over between threads: " + ", ".join(f"{value:.1f} {name}" for name, value in hand_over.items()))
     return 0
 
 

@@ -5,8 +5,11 @@ compared is what each way of running costs beside the model's own work:
 
     plain          model(...), loss.backward()
     megatron       Megatron-Core's schedule plan on its own callables, built for each microbatch
-    install        the same plan on our nodes
+    install        the same plan on our nodes, put in place beforehand
     runner         a serial schedule on inline streams
+
+Beside the time of a step stands the processor time of rank 0, which leaves out waiting: for the other rank, and for a
+core where other work runs.
 
 On two ranks (EP=2) by default: on one, Megatron-Core's own plan cannot run the layer, and is left out.
 """
@@ -14,21 +17,24 @@ On two ranks (EP=2) by default: on one, Megatron-Core's own plan cannot run the 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import layernodes
-from benchmarks._measure import alternate, on_ranks, show, table
+from benchmarks._measure import alternate, keep_freed_memory, on_ranks, show, table
+from benchmarks._ways import demo_batches, plain, serial_plans
 from layernodes import ChunkPlan, Runner, schedules
-from layernodes.demo.data import make_microbatches, read_text
-from layernodes.demo.model import build_model
+from layernodes.demo.model import build_model, seed_everything
 from layernodes.demo.settings import DemoSettings
 from layernodes.demo.world import World, demo_world
+
+_AUDITED = 4
+"""The edges of a new node's first forwards are checked, which is no part of a step: the first, second and fourth."""
 
 
 def main() -> int:
@@ -55,83 +61,50 @@ def main() -> int:
 def measure(settings: DemoSettings, world: World, repetitions: int) -> dict[str, Any]:
     """Milliseconds a step of each way, median and spread, and what it takes over the plain model."""
     model = build_model(settings, num_ranks=world.num_ranks, device=world.device)
-    runs, runner = _runs(model, _batches(settings, world))
-    if world.num_ranks == 1:
-        del runs["megatron"]
+    batches, gradients = demo_batches(settings, world)
+    chunk = ChunkPlan.build(model)
+    schedule = schedules.serial(chunk.shape, len(batches))
+    installation = layernodes.install()
+    plans = partial(serial_plans, model, batches, gradients)
+    runs: dict[str, Callable[[], object]] = {"plain": partial(plain, model, batches, gradients)}
+    if world.num_ranks > 1:
+        runs["megatron"] = plans
+    runs["install"] = plans
 
-    def together(run: Callable[[], object]) -> Callable[[], None]:
-        def step() -> None:
-            for parameter in model.parameters():
-                parameter.grad = None
-            dist.barrier()
-            run()
+    def before(name: str) -> None:
+        if name == "install":
+            installation.start()
+            for _ in range(math.ceil(_AUDITED / len(batches))):
+                plans()
+        elif installation.active:
+            installation.stop()
+        model.zero_grad()
+        seed_everything(settings.seed)  # so that tokens travel alike in all of them
+        dist.barrier()
 
-        return step
-
-    with runner:
-        times = alternate({name: together(run) for name, run in runs.items()}, repetitions)
-    plain = times["plain"].median
+    keep_freed_memory()
+    with Runner("inline") as runner:
+        runs["runner"] = partial(runner.run, schedule, chunk, batches, gradients)
+        times = alternate(runs, repetitions, before=before)
+    base = times["plain"]
     return {
         "ranks": world.num_ranks,
         **settings.model_dump(include={"layers", "hidden", "microbatches"}),
         "repetitions": repetitions,
         "milliseconds_per_step": {name: [1e3 * value for value in found] for name, found in times.items()},
-        "milliseconds_per_layer": 1e3 * plain / (settings.layers * settings.microbatches),
-        "over_plain": {name: found.median / plain - 1 for name, found in times.items()},
+        "milliseconds_per_layer": 1e3 * base.median / (settings.layers * settings.microbatches),
+        "over_plain": {name: found.median / base.median - 1 for name, found in times.items()},
+        "processor_over_plain": {name: found.processor / base.processor - 1 for name, found in times.items()},
     }
-
-
-def _batches(settings: DemoSettings, world: World) -> list[dict[str, Any]]:
-    microbatches = make_microbatches(
-        read_text(None).content,
-        settings.microbatches,
-        rank=world.rank,
-        num_ranks=world.num_ranks,
-        device=world.device,
-    )
-    return [
-        {"input_ids": m.tokens, "position_ids": m.positions, "attention_mask": None, "labels": m.labels}
-        for m in microbatches
-    ]
-
-
-def _runs(model: Any, batches: list[dict[str, Any]]) -> tuple[dict[str, Callable[[], object]], Runner]:
-    def plain() -> None:
-        for batch in batches:
-            output = model(**batch)
-            output.backward(torch.ones_like(output))
-
-    def plan(batch: Mapping[str, Any]) -> None:
-        built = model.build_schedule_plan(**batch)
-        output = type(built).run(built, None)
-        type(built).run(None, built, b_grad=torch.ones_like(output))
-
-    def plans(context: Callable[[], Any]) -> Callable[[], None]:
-        def run() -> None:
-            with context():
-                for batch in batches:
-                    plan(batch)
-
-        return run
-
-    chunk = ChunkPlan.build(model)
-    schedule = schedules.serial(chunk.shape, len(batches))
-    runner = Runner("inline")
-    return {
-        "plain": plain,
-        "megatron": plans(nullcontext),
-        "install": plans(layernodes.install),
-        "runner": lambda: runner.run(schedule, chunk, batches),
-    }, runner
 
 
 def _text(found: Mapping[str, Any]) -> str:
     rows = [
-        (name, *times, f"{100 * found['over_plain'][name]:+.1f} %")
+        (name, *times, *(f"{100 * found[over][name]:+.1f} %" for over in ("over_plain", "processor_over_plain")))
         for name, times in found["milliseconds_per_step"].items()
     ]
     return (
-        table(["", "ms / step", "min", "max", "over plain"], rows)
+        table(["", "ms / step", "min", "max", "processor", "over plain", "processor"], rows)
         + f"\n({found['ranks']} ranks; {found['milliseconds_per_layer']:.1f} ms a layer and microbatch, plainly)"
     )
 

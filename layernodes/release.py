@@ -9,9 +9,12 @@ Contract: ``release_inputs`` empties the storage that a slot's input (``inner``)
     Python's ``inner`` is referenced by the sequence of the slot's inputs and nothing else: an output that is the input
                      itself, an ``autograd.Function`` that keeps it as an attribute, a node that remembers it
 
-Anything else - a view, a saved input or output, a buffer that is global to the process - shows up as one more holder,
-and then the storage is kept, as it is where torch has no such counter. Which names a node has, or which dispatcher a
-layer has, plays no part.
+An ``outer`` that is a view has a base, which holds the storage too: 4 then, where that view and nothing else holds the
+base (the result of a ``contiguous()`` seen in another shape, say).
+
+Anything else - another view, a saved input or output, a buffer that is global to the process - shows up as one more
+holder, and then the storage is kept, as it is where torch has no such counter. Which names a node has, or which
+dispatcher a layer has, plays no part.
 """
 
 from __future__ import annotations
@@ -70,9 +73,29 @@ def may_release(outer: Tensor, inner: Tensor) -> bool:
     if not _has_counters() or outer.data_ptr() != inner.data_ptr():
         return False
     most = 2 if inner.requires_grad else 1  # an input that the slot did not use has no accumulation node
-    return bool(
-        num_tensor_holders(outer) == 1 and num_tensor_holders(inner) <= most and num_storage_holders(outer) == 2
+    is_view = outer._is_view()
+    return (
+        num_tensor_holders(outer) == 1
+        and num_tensor_holders(inner) <= most
+        and num_storage_holders(outer) == (3 if is_view else 2)
+        and (not is_view or _is_all_of_its_base(outer))
     )
+
+
+def _is_all_of_its_base(view: Tensor) -> bool:
+    """Whether a view is all that holds its base: neither autograd, nor Python, nor another view does."""
+    base = view._base
+    assert base is not None
+    return num_tensor_holders(base) == 2 and sys.getrefcount(base) == _references_of_base()
+
+
+@functools.cache
+def _references_of_base() -> int:
+    """How many references Python counts to the base of one view, looked at through a variable."""
+    view = torch.empty(2).view(1, 2)
+    base = view._base
+    assert base is not None
+    return sys.getrefcount(base)
 
 
 def release_inputs(outers: Sequence[object], inners: Sequence[object], lane: Lane | None = None) -> int:

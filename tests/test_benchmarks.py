@@ -46,14 +46,14 @@ def test_without_an_accelerator_it_says_so() -> None:
 @pytest.mark.full
 def test_every_benchmark_runs() -> None:
     """Each once, at its smallest."""
-    done = _run("benchmarks", "--quick", "host_overhead", "step_time", "scaling", "gpu")
+    done = _run("benchmarks", "--quick", "host_overhead", "step_time", "memory", "scaling", "gpu")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["scaling", "host_overhead"])
-def test_json(name: str) -> None:
+@pytest.mark.parametrize("arguments", ["scaling --repetitions 1", "host_overhead --repetitions 1", "memory --quick"])
+def test_json(arguments: str) -> None:
     """One document and nothing else on standard output."""
-    done = _run(f"benchmarks.{name}", "--repetitions", "1", "--json")
+    done = _run(*f"benchmarks.{arguments} --json".split())
     found: dict[str, Any] = json.loads(done.stdout)
     assert found

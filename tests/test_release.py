@@ -175,6 +175,48 @@ def test_keeps_what_another_tensor_shares() -> None:
     assert second.abs().sum() > 0
 
 
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize(
+    "see", [lambda base: base.view(2, 6), lambda base: base.t()[1:], lambda base: base.view(-1)[:5]]
+)
+def test_frees_a_view_that_is_all_of_its_base(see: Callable[[Tensor], Tensor], requires_grad: bool) -> None:
+    """The base that its producer made and let go of is no user of its own."""
+    outer = see(_produced(requires_grad=requires_grad))
+    inner = _cut(outer)
+    output = inner[0].sum()
+    assert release(outer, inner)
+    assert outer.untyped_storage().nbytes() == 0
+    if requires_grad:
+        output.backward()
+        outer.backward(inner[0].grad)
+
+
+def test_keeps_a_view_whose_base_is_used() -> None:
+    """By Python, by the producer's autograd as an input or as an output, or by another view."""
+    scale = torch.ones((), requires_grad=True)
+
+    def of_python() -> tuple[Tensor, object]:
+        base = _produced()
+        return base.view(-1), base
+
+    def of_an_operation() -> tuple[Tensor, object]:
+        base = _produced()
+        return base.view(-1), base * scale  # saves the very tensor
+
+    def of_its_maker() -> tuple[Tensor, object]:
+        return torch.exp(_produced()).view(-1), None
+
+    def of_a_view() -> tuple[Tensor, object]:
+        base = _produced()
+        return base.view(-1), base[1:]
+
+    for users in (of_python, of_an_operation, of_its_maker, of_a_view):
+        outer, user = users()
+        released = release(outer, _cut(outer))
+        assert not released, users.__name__  # the tensors themselves must not be printed
+        del user
+
+
 def test_keeps_a_process_global_buffer() -> None:
     """A view of a buffer that somebody holds on to is kept."""
     buffer = torch.zeros(64)

@@ -147,20 +147,13 @@ class LayerParts:
         shared_expert_output: Tensor | None,
     ) -> Tensor:
         """From the combined tokens to the layer's output ``[s, b, h]``."""
-        moes = layer_pass.moes
-        if len(moes) == 1:
-            output = self._end_moe_call(layer_pass, 0, moes[0].postprocess(output, shared_expert_output))
-        else:
-            chunks = torch.split(output, layer_pass.sizes)
-            parts = [moe.postprocess(chunk, None) for moe, chunk in zip(moes, chunks, strict=True)]
-            if shared_expert_output is not None:
-                shared_chunks = torch.split(shared_expert_output, [part.shape[0] for part in parts])
-                parts = [part + shared for part, shared in zip(parts, shared_chunks, strict=True)]
-            output = torch.cat([self._end_moe_call(layer_pass, i, part) for i, part in enumerate(parts)])
-        layer = layer_pass.layer
-        output = layer._maybe_reflatten_from_moe(output, layer_pass.packed_seq_params, layer_pass.unflatten_mbs)
-        layer.recompute_pre_mlp_layernorm = False  # hangs on the experts' output already
-        return self._end(ctx, layer_pass, layer._forward_post_mlp((output, None), residual))
+        with self.rng(ctx):
+            output = self._post_process(layer_pass, output, shared_expert_output)
+            layer = layer_pass.layer
+            output = layer._maybe_reflatten_from_moe(output, layer_pass.packed_seq_params, layer_pass.unflatten_mbs)
+            layer.recompute_pre_mlp_layernorm = False  # hangs on the experts' output already
+            output = layer._forward_post_mlp((output, None), residual)
+            return self._end(ctx, layer_pass, output)
 
     def dense(self, ctx: NodeContext, layer_pass: LayerPass, hidden: Tensor) -> Tensor:
         """The second half of a dense layer, ``[s, b, h]``."""
@@ -247,6 +240,18 @@ class LayerParts:
 
         tokens = self._each_chunk(layer_pass, first, *tensors)
         return tokens, second[0] if len(second) == 1 else torch.cat(second)
+
+    def _post_process(self, layer_pass: LayerPass, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        """Un-permute, project back, add the shared experts' output, and end the calls of the MoE layer."""
+        moes = layer_pass.moes
+        if len(moes) == 1:
+            return self._end_moe_call(layer_pass, 0, moes[0].postprocess(output, shared_expert_output))
+        chunks = torch.split(output, layer_pass.sizes)
+        parts = [moe.postprocess(chunk, None) for moe, chunk in zip(moes, chunks, strict=True)]
+        if shared_expert_output is not None:
+            shared_chunks = torch.split(shared_expert_output, [part.shape[0] for part in parts])
+            parts = [part + shared for part, shared in zip(parts, shared_chunks, strict=True)]
+        return torch.cat([self._end_moe_call(layer_pass, i, part) for i, part in enumerate(parts)])
 
     def _end_moe_call(self, layer_pass: LayerPass, i: int, output: Tensor) -> Tensor:
         call = layer_pass.moe_calls[i]

@@ -42,11 +42,13 @@ class CombineNode(LayerNode):
     }
 
     def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        (output,) = inputs
         layer_pass = self.take(ctx, "pass_to_combine")
         assert isinstance(layer_pass, LayerPass)
-        output = self._parts.combine(layer_pass, output)
-        return _finish(self, ctx, layer_pass, output)
+        residual, shared_expert_output = _take_residuals(self, ctx)
+        # Nothing here holds the combined tokens, so that they go as soon as they are un-permuted.
+        return self._parts.finish(
+            ctx, layer_pass, self._parts.combine(layer_pass, *inputs), residual, shared_expert_output
+        )
 
     def wgrad_hook(self) -> WgradHook | None:
         return latent_hook(self._parts)
@@ -117,19 +119,19 @@ class PostCombineNode(LayerNode):
     }
 
     def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        (output,) = inputs
         layer_pass = self.take(ctx, "pass_to_post_combine")
         assert isinstance(layer_pass, LayerPass)
-        return _finish(self, ctx, layer_pass, output)
+        (output,) = inputs
+        residual, shared_expert_output = _take_residuals(self, ctx)
+        return self._parts.finish(ctx, layer_pass, output, residual, shared_expert_output)
 
     def wgrad_hook(self) -> WgradHook | None:
         return latent_hook(self._parts)
 
 
-def _finish(node: CombineNode | PostCombineNode, ctx: NodeContext, layer_pass: LayerPass, output: Tensor) -> Tensor:
+def _take_residuals(node: CombineNode | PostCombineNode, ctx: NodeContext) -> tuple[Tensor, Tensor | None]:
     residual = node.take(ctx, "residual")
     shared_expert_output = node.take(ctx, "shared_expert_output")
     assert isinstance(residual, Tensor)
     assert isinstance(shared_expert_output, Tensor | None)
-    with node._parts.rng(ctx):
-        return node._parts.finish(ctx, layer_pass, output, residual, shared_expert_output)
+    return residual, shared_expert_output

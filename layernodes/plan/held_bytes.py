@@ -13,7 +13,6 @@ they are the storages that operations made and that still exist.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
@@ -80,40 +79,27 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sizes: dict[StorageWeakRef, Callable[[], int]] = {}
+        self._storages: set[StorageWeakRef] = set()
 
     def now(self) -> int:
-        """Bytes alive."""
-        self._sizes = {storage: size for storage, size in self._sizes.items() if not _is_gone(storage)}
-        return sum(size() for size in self._sizes.values())
+        """Bytes alive, at the sizes that storages have now."""
+        alive = {ref: storage for ref in self._storages if (storage := _storage_of(ref)) is not None}
+        self._storages = {*alive}
+        return sum(storage.nbytes() for storage in alive.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and note what it made."""
         result = func(*args, **(kwargs or {}))
         if not func.is_view:
-            given = {_storage_of(tensor) for tensor in tensors_in((args, kwargs or {}))}
-            for tensor in tensors_in(result):
-                storage = _storage_of(tensor)
-                if storage not in given and storage not in self._sizes:
-                    self._sizes[storage] = _size_of(tensor)
+            given = {_weak(tensor) for tensor in tensors_in((args, kwargs or {}))}
+            self._storages |= {_weak(tensor) for tensor in tensors_in(result)} - given
         return result
 
 
-def _storage_of(tensor: Tensor) -> StorageWeakRef:
+def _weak(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def _is_gone(storage: StorageWeakRef) -> bool:
-    return bool(storage.expired())  # type: ignore[no-untyped-call]
-
-
-def _size_of(tensor: Tensor) -> Callable[[], int]:
-    """What tells the size of a tensor's storage without keeping it: the present one while the tensor lives."""
-    tensor_ref = weakref.ref(tensor)
-    nbytes = tensor.untyped_storage().nbytes()
-
-    def size() -> int:
-        alive = tensor_ref()
-        return nbytes if alive is None else alive.untyped_storage().nbytes()
-
-    return size
+def _storage_of(ref: StorageWeakRef) -> torch.UntypedStorage | None:
+    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+    return storage

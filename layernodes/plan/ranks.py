@@ -109,6 +109,7 @@ class PendingCheck:
         with self._lock:  # both lanes come here
             if not self._is_done:
                 self._compare()
+                self._pending.clear()
                 self._is_done = True
 
     def _compare(self) -> None:

@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.nn import Dropout
 
 import layernodes
+from benchmarks._live import LiveBytes
 from layernodes import CostModel, NodeContext, OptionError, Runner, schedules
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.schedule import Schedule
@@ -20,7 +21,6 @@ from layernodes.slots import StreamType
 from tests.support.configs import by_name
 from tests.support.costs import random_costs
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
-from tests.support.live import LiveBytes
 from tests.support.ranks import values_on_ranks
 from tests.support.runs import Bench
 from tests.support.toy import Middle, chunk_of, inputs, toys

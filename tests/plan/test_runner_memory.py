@@ -1,6 +1,6 @@
 """Memory: nothing of a run outlives it, nothing grows, and serial peaks no higher than the plain model.
 
-``tests.support.live`` says how bytes are counted.
+``benchmarks._live`` says how bytes are counted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from benchmarks._live import LiveBytes
 from layernodes import ChunkPlan, Runner, schedules
 from layernodes.lane import tensors_in
 from layernodes.plan.program_cache import MAX_COMPILED
@@ -19,7 +20,7 @@ from tests.support import toy
 from tests.support.configs import by_name
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
 from tests.support.full import FULL
-from tests.support.live import LiveBytes, live, without_collection
+from tests.support.live import live, without_collection
 from tests.support.runs import Bench
 
 pytestmark = MEGATRON_WORLD
