@@ -246,8 +246,8 @@ class ScheduleNode(ABC):
     @property
     def wgrad_parameters(self) -> tuple[Parameter, ...]:
         """The parameters whose gradients come with ``W``; empty where the node has no ``W`` step."""
-        own = {id(p): p for p in self.own_deferred_parameters() if p.requires_grad} if self._has_wgrad else {}
-        return tuple({**own, **{id(site.parameter): site.parameter for site in self._wgrad_sites}}.values())
+        own = [p for p in self.own_deferred_parameters() if p.requires_grad] if self._has_wgrad else []
+        return tuple({id(p): p for p in (*own, *self._stored_parameters())}.values())
 
     @final
     def new_hook(self) -> WgradHook | None:
@@ -255,7 +255,10 @@ class ScheduleNode(ABC):
         own = self.wgrad_hook()
         if not self._wgrad_sites:
             return own
-        return StoreHook(self, () if own is None else (own,), {site.parameter: None for site in self._wgrad_sites})
+        return StoreHook(self, () if own is None else (own,), dict.fromkeys(self._stored_parameters()))
+
+    def _stored_parameters(self) -> list[Parameter]:
+        return [current for site in self._wgrad_sites if (current := site.current) is not None]
 
     def _run(self, ctx: NodeContext, inputs: tuple[Tensor, ...], *, is_audited: bool) -> Tensor | tuple[Tensor, ...]:
         forward = _on_copies(self.forward) if caller_frees_input(ctx) and self.keeps_input() else self.forward
