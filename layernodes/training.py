@@ -313,7 +313,7 @@ def _rule_of(order: str | PairRule | PathLike[str], wgrad: WgradMode) -> PairRul
             return pairs.deferred(rule(forward, backward), forward, backward, "first_layer_last")
 
         return with_wgrad
-    if not isinstance(order, str) or order.endswith((".txt", ".json")):
+    if isinstance(order, PathLike) or (isinstance(order, str) and order.endswith((".txt", ".json"))):
         loaded = PairSchedule.load(order)
         return lambda forward, backward: _only(loaded, forward, backward)
     raise ScheduleError(

@@ -449,6 +449,14 @@ def test_unknown_names() -> None:
     """The error lists the names that there are."""
     with pytest.raises(ScheduleError, match="serial, combined_1f1b"):
         schedule(_model(), "serail")
+    with pytest.raises(ScheduleError, match="no pair schedule is called 3; .*give a function"):
+        schedule(_model(), 3)  # type: ignore[arg-type]
+
+
+def test_a_function_that_returns_no_schedule() -> None:
+    """Said before the first step."""
+    with pytest.raises(ScheduleError, match="found int"), schedule(_model(), lambda f, b: 3):  # type: ignore[arg-type, return-value]
+        pass
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".json"])

@@ -209,8 +209,11 @@ class ScheduleNode(ABC):
             outputs = self._run(ctx, inputs, is_audited=is_audited)
         else:
             outputs = self.forward(ctx, *inputs)
-        if outputs is None:
-            raise NodeStateError(f"{type(self).__name__}.forward returned None; return a tensor, or a tuple of tensors")
+        if not isinstance(outputs, Tensor | tuple):
+            raise NodeStateError(
+                f"{type(self).__name__}.forward returned {'None' if outputs is None else type(outputs).__name__}; "
+                f"return a tensor, or a tuple of tensors"
+            )
         if self._reads or self._writes:
             self._check_handoffs(ctx)
         return owned(outputs) if caller_frees_output(ctx) else outputs

@@ -33,7 +33,7 @@ from layernodes.plan.ranks import RankCheck, fingerprint
 from layernodes.plan.recording import RecordingStreams
 from layernodes.plan.rng import RngMode, StepGenerators
 from layernodes.plan.rules import Mode, Rules
-from layernodes.plan.schedule import PairSchedule, Schedule
+from layernodes.plan.schedule import PairSchedule, Schedule, require_steps
 from layernodes.plan.timeline import Interval, Timeline
 from layernodes.plan.validate import check
 from layernodes.slots import Phase
@@ -143,9 +143,10 @@ class Runner:
             StepError: a step raised; names it. Gradients accumulated until then stay.
         """
         self._check_open()
-        trains = any(step.phase is not Phase.F for step in schedule)
+        trains = isinstance(schedule, Schedule) and any(step.phase is not Phase.F for step in schedule)
         with torch.set_grad_enabled(trains):
             try:
+                require_steps(schedule)
                 _check_loss_grads(loss_grads, batches)
                 compiled = self._compile_schedule(schedule, chunk, len(batches), Mode.TRAIN if trains else Mode.FORWARD)
                 runs = [chunk.open(batch) for batch in batches]
@@ -193,6 +194,7 @@ class Runner:
         chunks = (None if forward is None else forward.plan, None if backward is None else backward.plan)
         groups = _groups_of(chunks)
         try:
+            require_steps(schedule)
             compiled = self._compile_pair(schedule, *chunks, frozenset(calls or ()))
         except Exception:
             self._ranks.withdraw(groups)

@@ -180,6 +180,15 @@ class PairSchedule(StepSequence):
         )
 
 
+def require_steps(schedule: object) -> None:
+    """Raise ScheduleError for something else than a ``Schedule`` or ``PairSchedule``, such as its text."""
+    if not isinstance(schedule, StepSequence):
+        raise ScheduleError(
+            f"expected a Schedule or PairSchedule, found {type(schedule).__name__}; use Schedule.parse(text), "
+            f"Schedule.load(path), or Schedule(steps)"
+        )
+
+
 def _is_json(path: Path) -> bool:
     if path.suffix.lower() not in (".txt", ".json"):
         raise ScheduleError(f"cannot tell the format of {path}; name it .txt or .json")

@@ -17,7 +17,7 @@ from layernodes.errors import ScheduleError, Violation
 from layernodes.plan.explain import explain_foreign
 from layernodes.plan.grid import render
 from layernodes.plan.rules import NONE, Mode, Rules
-from layernodes.plan.schedule import PairSchedule, Schedule
+from layernodes.plan.schedule import PairSchedule, Schedule, require_steps
 from layernodes.plan.shape import ChunkShape
 from layernodes.plan.step import Step
 from layernodes.slots import Phase, StreamType
@@ -43,6 +43,7 @@ def validate(
     Raises:
         ScheduleError: it may not; ``violations`` holds all faults, the text lists them and shows them in a grid.
     """
+    require_steps(schedule)
     if num_microbatches is None:
         num_microbatches = len({step.microbatch for step in schedule})
     check(schedule.steps, Rules.of(shape, num_microbatches, mode))
@@ -59,6 +60,7 @@ def validate_pair(schedule: PairSchedule, forward_shape: ChunkShape | None, back
     Raises:
         ScheduleError: it may not; ``violations`` holds all faults, the text lists them and shows them in a grid.
     """
+    require_steps(schedule)
     check(schedule.steps, Rules.of_pair(forward_shape, backward_shape))
 
 
