@@ -139,7 +139,7 @@ def device_type(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap a torch factory so that a CUDA ``device=`` means the CPU."""
+    """Wrap a torch factory so that a CUDA ``device=`` means the CPU, where no memory is pinned for copies to a GPU."""
 
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> Tensor:
@@ -147,6 +147,7 @@ def on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
         # An int is CUDA's shorthand for one of its devices.
         if device is not None and (isinstance(device, int) or torch.device(device).type == "cuda"):
             kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return create

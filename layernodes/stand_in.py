@@ -17,11 +17,16 @@ PARTS: Final = "layernodes_parts"
 
 
 class Site(NamedTuple):
-    """A place where a module holds a parameter."""
+    """A place where a module holds a parameter; ``parameter`` is what was there when it was noted."""
 
     module: Module
     name: str
     parameter: Parameter
+
+    @property
+    def current(self) -> Parameter | None:
+        """What the module holds there now: loading a checkpoint, for one, may have put another in its place."""
+        return self.module._parameters[self.name]
 
 
 def stand_in_for(parameter: Parameter) -> Parameter:

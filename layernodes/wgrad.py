@@ -125,8 +125,8 @@ class WgradStore:
         """Whether a product of ``weight`` may be deferred here and now.
 
         Not without recording, nor under autocast, whose casts take part in the sum of a weight's gradients, nor inside
-        an activation checkpoint, which records its forward a second time: the stand-in then gets the gradient in
-        backward.
+        an activation checkpoint, which records its forward a second time, nor in a ``torch.func`` transform, which our
+        function is not made for: the stand-in then gets the gradient in backward.
         """
         return (
             weight is not None
@@ -134,6 +134,7 @@ class WgradStore:
             and torch.is_grad_enabled()
             and not torch.is_autocast_enabled(weight.device.type)
             and _saved_tensor_hooks() == self._outer_hooks
+            and not torch._C._are_functorch_transforms_active()
         )
 
     def park(self, weight: Tensor, compute: Compute) -> None:

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.fusions.fused_bias_swiglu import swiglu
+from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_layer, moe_utils, shared_experts, token_dispatcher
 from torch._dynamo import trace_rules
@@ -163,6 +164,17 @@ def test_factories_allocate_on_the_cpu(hosted: None, device: Any) -> None:
     assert torch.tensor([1, 2], device=device).tolist() == [1, 2]
     assert torch.arange(3, device=device).cuda().tolist() == [0, 1, 2]
     assert torch.zeros(2, device="meta").device.type == "meta"
+
+
+def test_no_memory_is_pinned(hosted: None) -> None:
+    """Megatron-Core pins what it copies to the GPU: the rotary positions of a context-parallel rank, for one."""
+
+    class Second:
+        size, rank = staticmethod(lambda: 2), staticmethod(lambda: 1)
+
+    part = get_pos_emb_on_this_cp_rank(torch.arange(8.0).reshape(8, 1, 1, 1), 0, Second)
+    assert part.flatten().tolist() == [2, 3, 4, 5]
+    assert torch.zeros(2, device="cuda", pin_memory=True).device.type == "cpu"
 
 
 def test_streams_and_events(hosted: None) -> None:

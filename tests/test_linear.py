@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -81,6 +81,7 @@ def _same(a: dict[str, Tensor | None], b: dict[str, Tensor | None]) -> bool:
     requires_grad=st.booleans(),
     seed=st.integers(0, 99),
 )
+@settings(deadline=None)
 def test_every_form_layout_and_dtype_equals_plain_autograd(
     name: str,
     dims: int,

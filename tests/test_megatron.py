@@ -429,6 +429,11 @@ class TestMatrix:
         cell = replace(by_name("mtp-two-ep1"), mtp=3, batch=1, tied=True, orders=("serial", "1f1b"))
         _check(cell.with_config(normalization="RMSNorm"))
 
+    def test_one_chunk_gets_no_padding_mask(self) -> None:
+        """A layer that chunks its MoE half hands no mask on, where one token a sequence makes but one chunk too."""
+        cell = replace(_named("padding-aux-x"), seq=1, batch=3, name="chunks-seq1-padding")
+        _check(cell.with_config(mlp_chunks_for_training=2))
+
     def test_an_all_gather_dispatcher_of_ones_own(self) -> None:
         """A subclass still gathers into the buffer that all of the process shares; two microbatches are in flight."""
         names = ("allgather-paired-ep2", "tp2-ep1-etp2-allgather-paired", "allgather-recompute-layernorm-ep2")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.models.common.utils import TransformerLayerNode
 from torch import Tensor
@@ -81,6 +81,7 @@ def test_megatrons_node_satisfies_the_protocol() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["write", "take"]), st.sampled_from("abc")), max_size=20))
+@settings(deadline=None)
 def test_any_sequence_of_verbs(verbs: list[tuple[str, str]]) -> None:
     """A name is written before it is taken, each at most once; whatever breaks that raises and changes nothing."""
     handoffs = Handoffs()

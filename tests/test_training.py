@@ -14,7 +14,16 @@ from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn import Module
 
-from layernodes import LayerHooks, NodeStateError, PairSchedule, Phase, ScheduleError, StepError, UnsupportedLayerError
+from layernodes import (
+    ArgumentError,
+    LayerHooks,
+    NodeStateError,
+    PairSchedule,
+    Phase,
+    ScheduleError,
+    StepError,
+    UnsupportedLayerError,
+)
 from layernodes.megatron import install, schedule
 from layernodes.plan import pairs
 from layernodes.training import ChunkSchedulePlan
@@ -449,6 +458,14 @@ def test_unknown_names() -> None:
     """The error lists the names that there are."""
     with pytest.raises(ScheduleError, match="serial, combined_1f1b"):
         schedule(_model(), "serail")
+    with pytest.raises(ScheduleError, match="no pair schedule is called 3; .*give a function"):
+        schedule(_model(), 3)  # type: ignore[arg-type]
+
+
+def test_a_function_that_returns_no_schedule() -> None:
+    """Said before the first step."""
+    with pytest.raises(ArgumentError, match="schedule is 3"), schedule(_model(), lambda f, b: 3):  # type: ignore[arg-type, return-value]
+        pass
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".json"])

@@ -395,6 +395,23 @@ def test_a_checkpointed_product_equals_plain_autograd(reentrant: bool) -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
+def test_a_product_under_vmap_equals_plain_autograd() -> None:
+    """A ``torch.func`` transform takes no function like ours: nothing of it is deferred, nothing is lost."""
+    torch.manual_seed(0)
+    ours, theirs = (Sequential(Linear(4, 5), Linear(5, 4)) for _ in "ab")
+    theirs.load_state_dict(ours.state_dict())
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        output: Tensor = module[1](torch.vmap(module[0])(x))
+        return output
+
+    batches = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
+    plain(lambda x: forward(theirs, x), batches)
+    chunk = plan_of(ours, forward=forward)
+    run(schedules.deferred(schedules.serial(chunk.shape, 2), chunk.shape, "end"), chunk, batches)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
 class TestFrozen:
     def test_before_the_build(self) -> None:
         """A frozen weight has no W; where nothing else is deferred, neither has the slot."""

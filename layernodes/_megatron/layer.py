@@ -109,11 +109,13 @@ class LayerParts:
         normed, mask, layer_pass.unflatten_mbs = layer._maybe_unflatten_for_moe(
             normed, layer_pass.padding_mask, layer_pass.packed_seq_params
         )
-        num_chunks = self._num_moe_chunks(normed)
+        # The plain layer hands no mask to chunks, nor to the one chunk that a single row of tokens makes.
+        arguments = {} if self._is_chunked else {"padding_mask": mask}
+        num_chunks = min(int(self.config.mlp_chunks_for_training), normed.shape[0]) if self._is_chunked else 1
         if num_chunks == 1:
-            shared_output, tokens, probs = self._route_chunk(layer_pass, normed, {"padding_mask": mask})
+            shared_output, tokens, probs = self._route_chunk(layer_pass, normed, arguments)
             return Routed(residual, shared_output, tokens, probs)
-        routed = [self._route_chunk(layer_pass, chunk, {}) for chunk in normed.chunk(num_chunks, dim=0)]
+        routed = [self._route_chunk(layer_pass, chunk, arguments) for chunk in normed.chunk(num_chunks, dim=0)]
         shared_outputs = [shared for shared, _, _ in routed if shared is not None]
         layer_pass.sizes = [tokens.shape[0] for _, tokens, _ in routed]
         return Routed(
@@ -162,9 +164,9 @@ class LayerParts:
         )
         return self._end(ctx, layer_pass, output)
 
-    def _num_moe_chunks(self, normed: Tensor) -> int:
-        wanted = int(self.config.mlp_chunks_for_training)
-        return min(wanted, normed.shape[0]) if wanted > 1 and self.layer.training else 1
+    @property
+    def _is_chunked(self) -> bool:
+        return bool(self.config.mlp_chunks_for_training > 1 and self.layer.training)
 
     def _route_chunk(
         self, layer_pass: LayerPass, normed: Tensor, arguments: dict[str, Any]

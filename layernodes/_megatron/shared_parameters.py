@@ -96,10 +96,11 @@ def shared_sites(modules_of_nodes: Sequence[Sequence[Module]]) -> list[tuple[Sit
 @final
 @dataclass
 class _Use:
-    """One node's use of a shared parameter."""
+    """One node's use of a shared parameter; ``planned`` is the id of that in whose place it was when planned."""
 
     entry: _Sum
     number: int
+    planned: int
     stand_in: Parameter
     is_seeded: bool = False
 
@@ -162,7 +163,7 @@ class StandIns:
         """
         for use in self._uses:
             entry = use.entry
-            if id(entry.parameter) not in later and entry.is_next(use.number) and entry.total is not None:
+            if use.planned not in later and entry.is_next(use.number) and entry.total is not None:
                 use.is_seeded = True
                 yield use.stand_in, entry.total
 
@@ -171,7 +172,7 @@ class StandIns:
         kept."""
         uses, self._uses = self._uses, []
         for use in uses:
-            if id(use.entry.parameter) in later:
+            if use.planned in later:
                 self._uses.append(use)
             else:
                 self._gradients.add(use)
@@ -190,12 +191,14 @@ class SharedGradients:
         uses: dict[int, _Use] = {}
         swaps: list[tuple[Module, str, Parameter]] = []
         for site in sites:
-            if not site.parameter.requires_grad:
+            parameter = site.current
+            if parameter is None or not parameter.requires_grad:
                 continue  # frozen since the plan was built
-            use = uses.get(id(site.parameter))
+            use = uses.get(id(parameter))
             if use is None:
-                entry = self.sums.setdefault(id(site.parameter), _Sum(site.parameter))
-                use = uses[id(site.parameter)] = _Use(entry, entry.uses, keeping_parts(stand_in_for(site.parameter)))
+                entry = self.sums.setdefault(id(parameter), _Sum(parameter))
+                stand_in = keeping_parts(stand_in_for(parameter))
+                use = uses[id(parameter)] = _Use(entry, entry.uses, id(site.parameter), stand_in)
                 entry.uses += 1
             swaps.append((site.module, site.name, use.stand_in))
         with replaced(swaps):

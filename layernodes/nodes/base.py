@@ -200,8 +200,11 @@ class ScheduleNode(ABC):
             outputs = self._run(ctx, inputs, is_audited=is_audited)
         else:
             outputs = self.forward(ctx, *inputs)
-        if outputs is None:
-            raise NodeStateError(f"{type(self).__name__}.forward returned None; return a tensor, or a tuple of tensors")
+        if not isinstance(outputs, Tensor | tuple):
+            raise NodeStateError(
+                f"{type(self).__name__}.forward returned {'None' if outputs is None else type(outputs).__name__}; "
+                f"return a tensor, or a tuple of tensors"
+            )
         if self._reads or self._writes:
             self._check_handoffs(ctx)
         return owned(outputs) if caller_frees_output(ctx) else outputs
@@ -241,8 +244,8 @@ class ScheduleNode(ABC):
     @property
     def wgrad_parameters(self) -> tuple[Parameter, ...]:
         """The parameters whose gradients come with ``W``; empty where the node has no ``W`` step."""
-        own = {id(p): p for p in self.own_deferred_parameters() if p.requires_grad} if self._has_wgrad else {}
-        return tuple({**own, **{id(site.parameter): site.parameter for site in self._wgrad_sites}}.values())
+        own = [p for p in self.own_deferred_parameters() if p.requires_grad] if self._has_wgrad else []
+        return tuple({id(p): p for p in (*own, *self._stored_parameters())}.values())
 
     @final
     def new_hook(self) -> WgradHook | None:
@@ -250,7 +253,10 @@ class ScheduleNode(ABC):
         own = self.wgrad_hook()
         if not self._wgrad_sites:
             return own
-        return StoreHook(self, () if own is None else (own,), {site.parameter: None for site in self._wgrad_sites})
+        return StoreHook(self, () if own is None else (own,), dict.fromkeys(self._stored_parameters()))
+
+    def _stored_parameters(self) -> list[Parameter]:
+        return [current for site in self._wgrad_sites if (current := site.current) is not None]
 
     def _run(self, ctx: NodeContext, inputs: tuple[Tensor, ...], *, is_audited: bool) -> Tensor | tuple[Tensor, ...]:
         forward = on_copies(self.forward) if caller_frees_input(ctx) and self.keeps_input() else self.forward

@@ -35,7 +35,7 @@ def rule_of(order: str | PairRule | PathLike[str], wgrad: WgradMode) -> PairRule
             return pairs.deferred(pair, forward, backward, "first_layer_last")
 
         return with_wgrad
-    if not isinstance(order, str) or order.endswith((".txt", ".json")):
+    if isinstance(order, PathLike) or (isinstance(order, str) and order.endswith((".txt", ".json"))):
         loaded = PairSchedule.load(order)
         return lambda forward, backward: _only(loaded, forward, backward)
     raise ScheduleError(

@@ -137,11 +137,11 @@ class Runner:
             StepError: a step raised; names it. Gradients accumulated until then stay.
         """
         self._check_open()
-        check_argument("schedule", schedule, Schedule)
         check_argument("chunk", chunk, ChunkPlan)
-        trains = any(step.phase is not Phase.F for step in schedule)
+        trains = isinstance(schedule, Schedule) and any(step.phase is not Phase.F for step in schedule)
         with torch.set_grad_enabled(trains):
             try:
+                check_argument("schedule", schedule, Schedule)
                 _check_loss_grads(loss_grads, batches)
                 compiled = self._programs.of_schedule(
                     schedule, chunk, len(batches), Mode.TRAIN if trains else Mode.FORWARD
@@ -188,12 +188,12 @@ class Runner:
             ScheduleError, RankMismatchError, StepError: as ``run``.
         """
         self._check_open()
-        check_argument("schedule", schedule, PairSchedule)
         for name, run in (("forward", forward), ("backward", backward)):
             check_argument(name, run, ChunkRun, type(None))
         chunks = (None if forward is None else forward.plan, None if backward is None else backward.plan)
         groups = _groups_of(chunks)
         try:
+            check_argument("schedule", schedule, PairSchedule)
             compiled = self._programs.of_pair(schedule, *chunks, frozenset(calls or ()))
         except Exception:
             self._ranks.withdraw(groups)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final, Self, final
+from typing import Final, Self, SupportsIndex, final
 
 from layernodes.errors import ParsePlace, ScheduleError, ScheduleParseError
 from layernodes.slots import Phase, is_slot_name
@@ -47,10 +47,12 @@ class Step:
             if self.phase not in _PHASES:
                 raise ScheduleError(f"unknown phase {self.phase!r}; expected one of {', '.join(_PHASES)}")
             object.__setattr__(self, "phase", _PHASES[self.phase])
-        for number in (self.microbatch, 0 if self.layer is None else self.layer):
-            if not 0 <= number < _LIMIT:
+        for name, number in (("microbatch", self.microbatch), ("layer", 0 if self.layer is None else self.layer)):
+            if type(number) is not int and isinstance(number, SupportsIndex):  # True, or a number of numpy's
+                object.__setattr__(self, name, number := int(number))
+            if type(number) is not int or not 0 <= number < _LIMIT:
                 raise ScheduleError(
-                    f"{number} in {self!r} is no microbatch or layer number; expected 0 to {_LIMIT - 1}"
+                    f"{number!r} in {self!r} is no microbatch or layer number; expected 0 to {_LIMIT - 1}"
                 )
         if not is_slot_name(self.slot):
             raise ScheduleError(f"{self.slot!r} is no slot name; expected an identifier other than L and digits")

@@ -268,6 +268,11 @@ class TestUndeclaredTensors:
         with pytest.raises(NodeStateError, match="First.forward returned None; return a tensor, or a tuple of"):
             self._run(lambda node, ctx, x: None, lambda node, ctx, x: x * 1.0)
 
+    def test_a_list_is_no_tuple(self) -> None:
+        """Its tensors would not be seen, and get no gradient."""
+        with pytest.raises(NodeStateError, match="First.forward returned list; return a tensor, or a tuple of"):
+            self._run(lambda node, ctx, x: [x * 1.0], lambda node, ctx, x: x)
+
     def test_through_the_layer_state(self) -> None:
         """Left on Megatron's shared bag instead of put."""
 

@@ -18,6 +18,7 @@ from tests.support.configs import Cell, by_name
 from tests.support.deferred_runs import DeferredBench, MainGradBench, random_deferred_schedule
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
 from tests.support.full import property_settings
+from tests.support.runs import Bench
 from tests.support.wgrads import logged, run
 
 pytestmark = MEGATRON_WORLD
@@ -41,6 +42,23 @@ def test_w_at_random_legal_places(cell: Cell, seed: int, streams: str, split_com
         schedule = random_deferred_schedule(bench, seed + turn, split_combine=split_combine)
         names = bench.check(schedule, streams=streams, split_combine=split_combine)
         assert not names, (names[:5], str(schedule))
+
+
+@pytest.mark.parametrize("kind", [Bench, DeferredBench])
+@pytest.mark.parametrize("name", ["mtp-repeated-ep1", "mtp-tied-ep1"])
+def test_parameters_replaced_since_the_plan_was_built(name: str, kind: type[Bench]) -> None:
+    """``load_state_dict(assign=True)`` puts other parameters in the modules; these run and get the gradients."""
+    bench = kind(by_name(name))
+    chunk = bench.chunk()
+    old = list(bench.model.parameters())
+    halved = {
+        key: value / 2 if isinstance(value, torch.Tensor) else value for key, value in bench.model.state_dict().items()
+    }
+    bench.model.load_state_dict(halved, assign=True)
+    assert not {id(parameter) for parameter in old} & {id(parameter) for parameter in bench.model.parameters()}
+    bench.plain = bench._run_plain()
+    assert bench.check(schedules.combined_1f1b(chunk.shape, 3)) == []
+    assert all(parameter.grad is None for parameter in old)
 
 
 _COUNTED = [

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Linear, Module
 
 from layernodes import (
+    ArgumentError,
     BatchError,
     ChunkPlan,
     ChunkShape,
@@ -30,6 +31,8 @@ from layernodes import (
     Step,
     StreamType,
     schedules,
+    validate,
+    validate_pair,
 )
 from tests.support import toy
 
@@ -277,6 +280,20 @@ class TestRefused:
             result = runner.run(_schedule("F0B0"), _chunk(_Sine), [_leaf(0.0)], [torch.full((1,), 3.0).double()])
         assert result.input_grads[0] is not None
         assert result.input_grads[0].item() == 3.0
+
+    @pytest.mark.parametrize("schedule", ["F0.L0.mlp B0.L0.mlp", [Step(Phase.F, 0, 0, "mlp")], None])
+    def test_what_is_no_schedule(self, schedule: Any) -> None:
+        """A text or a list of steps is told how to become one, wherever a schedule is taken."""
+        chunk = _chunk(_Sine)
+        with Runner(streams="inline") as runner:
+            for take in (
+                lambda: runner.run(schedule, chunk, [_leaf(1.0)]),
+                lambda: runner.run_pair(schedule, chunk.open(_leaf(1.0)), None),
+                lambda: validate(schedule, chunk.shape),
+                lambda: validate_pair(schedule, chunk.shape, None),
+            ):
+                with pytest.raises(ArgumentError, match=r"Schedule is wanted; .*Schedule\(steps\).*Schedule.parse"):
+                    take()
 
     def test_a_closed_runner(self) -> None:
         runner = Runner(streams="inline")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,6 +45,16 @@ def test_enum_and_text_make_the_same_step() -> None:
     assert hash(by_enum) == hash(by_text)
     assert repr(by_enum) == repr(by_text)
     assert type(by_enum.slot) is str
+
+
+def test_a_number_is_a_whole_one() -> None:
+    """What counts as one in Python becomes one, so that the text reads back; all else is refused."""
+    step = Step(Phase.F, True, np.int64(3), "mlp")  # type: ignore[arg-type]
+    assert str(step) == "F1.L3.mlp"
+    assert Step.parse(str(step)) == step
+    for wrong in (1.0, "1", None, -1, 10**9):
+        with pytest.raises(ScheduleError, match="is no microbatch or layer number"):
+            Step(Phase.F, wrong, 0, "mlp")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,9 @@ def _chunk_cells() -> Iterator[Cell]:
     yield replace(by_name("mtp-aux-ep2"), name="chunks-mtp").with_config(mlp_chunks_for_training=2)
     yield replace(by_name("jitter-ep2"), name="chunks-jitter").with_config(mlp_chunks_for_training=2)
     yield replace(by_name("batch1-seq1-ep2"), name="chunks-seq1").with_config(mlp_chunks_for_training=4)
+    yield replace(by_name("alltoall-padding-aux-ep2"), name="chunks-seq1-padding", seq=1, batch=3).with_config(
+        mlp_chunks_for_training=2
+    )
     yield replace(by_name("drop-pad-ep2"), name="chunks-drop-pad").with_config(mlp_chunks_for_training=2)
     yield replace(by_name("latent-shared-ep2"), name="chunks-latent").with_config(mlp_chunks_for_training=2)
 
