@@ -15,7 +15,7 @@ _ADVICE: Final[Mapping[str, str]] = {
     "LayerPlan": "build one with LayerPlan.build(layer)",
     "Mapping": "give a dict",
     "Module": "give a torch.nn.Module, or several in a list",
-    "PairSchedule": "take a built-in of layernodes.pairs, PairSchedule(steps), PairSchedule.parse(text) or PairSchedule.load(path)",
+    "PairSchedule": "take a built-in of layernodes.pairs, PairSchedule(steps), PairSchedule.parse(text) or .load(path)",
     "PathLike": "give a path as text or pathlib.Path",
     "Schedule": "take a built-in of layernodes.schedules, Schedule(steps), Schedule.parse(text) or Schedule.load(path)",
     "Sequence": "give a list",
