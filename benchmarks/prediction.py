@@ -136,6 +136,7 @@ def _compare(
     return {
         "comm_to_compute": statistics.median(t.busy(StreamType.COMM) / t.busy(StreamType.COMPUTE) for t in serial),
         "compute_slowdown": statistics.median(c.compute_slowdown for c in costs),
+        "communication_slowdown": statistics.median(c.communication_slowdown for c in costs),
         "typical_spread": statistics.median(c.measurement.typical_spread for c in costs if c.measurement is not None),
         "median_error": statistics.median(abs(row["error"]) for row in rows),
         "predicted_ranking": [row["schedule"] for row in sorted(rows, key=lambda row: row["predicted"])],
@@ -155,7 +156,8 @@ def _table(found: dict[str, Any]) -> str:
         [
             *lines,
             f"communication : computation  {found['comm_to_compute']:.2f}",
-            f"slow-down beside communication  {found['compute_slowdown']:.2f}",
+            f"slow-down of computation beside communication  {found['compute_slowdown']:.2f}",
+            f"slow-down of communication beside computation  {found['communication_slowdown']:.2f}",
             f"median error  {100 * found['median_error']:.1f} %",
             f"predicted ranking  {', '.join(found['predicted_ranking'])}",
             f"measured ranking   {', '.join(found['measured_ranking'])}",

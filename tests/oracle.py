@@ -171,6 +171,7 @@ class Worked(TypedDict, total=False):
     layers: dict[int, dict[str, tuple[int, ...]]]  # the same for single layers
     ends: dict[str, tuple[int, ...]]
     slowdown: int
+    comm_slowdown: int
     queues: int
     spans: str  # start-end of each step, in the order of the steps
     makespan: int
@@ -366,6 +367,21 @@ WORKED: list[Worked] = [
         "peak": (0, 0),
     },
     {
+        "name": "both at half speed beside each other: an exchange of 2 s beside 1 s of work takes 3 s, the work 2 s",
+        "steps": "F0.L0.a F0.L0.d F1.L0.a F1.L0.d F0.L0.m F1.L0.m",
+        "costs": {"moe": {"a": (1,), "d": (2,), "m": (5,)}},
+        "slowdown": 2,
+        "comm_slowdown": 2,
+        # d0 1-4: until 3 beside a1 at half speed (1 of 2 s done), then alone. d1 4-8 beside m0, of which 2 of 5 s are
+        # done at 8; 3 more alone until 11.
+        "spans": "0-1 1-4 1-3 4-8 4-11 11-16",
+        "makespan": 16,
+        "busy": (15, 7),
+        "exposed": {"F0.L0.d": (1, "F0.L0.m")},
+        "critical": "F0.L0.a F0.L0.d F0.L0.m F1.L0.m",
+        "peak": (0, 0),
+    },
+    {
         "name": "two microbatches forward, then backward, with W",
         "steps": "F0.L0.a F0.L0.d F1.L0.a F1.L0.d F0.L0.m F0.L0.c F1.L0.m F1.L0.c B0.L0.c B1.L0.c B0.L0.m B0.L0.d "
         "B1.L0.m B1.L0.d W0.L0.m B0.L0.a W1.L0.m B1.L0.a W0.L0.a W1.L0.a",
@@ -409,4 +425,4 @@ WORKED: list[Worked] = [
         "peak": (0, 0),
     },
 ]
-"""Fifteen timelines worked out by hand."""
+"""Sixteen timelines worked out by hand."""

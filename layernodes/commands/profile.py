@@ -84,7 +84,8 @@ def _table(costs: CostModel) -> str:
             *lines,
             f"medians of {found.repetitions} runs on {found.num_ranks} rank{'s' * (found.num_ranks > 1)}, streams "
             f"{found.streams}; half of a step's times are typically within {100 * found.typical_spread:.1f} %",
-            f"computation takes {costs.compute_slowdown:.2f} times as long beside communication",
+            f"computation takes {costs.compute_slowdown:.2f} times as long beside communication, and communication "
+            f"{costs.communication_slowdown:.2f} times beside computation",
         ]
     )
 

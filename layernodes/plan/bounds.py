@@ -4,8 +4,11 @@
 
     chain    the longest line, each W after its B
     stream   all steps of a stream, after the shortest way to its first step, before the shortest way from its last
-    both     with compute_slowdown s: C seconds of computation and M of communication take at least C + M (1 - 1 / s),
-             since the compute stream does 1 / s of a second's work in each of those M seconds
+    both     with slow-downs s of computation and c of communication: in each second in which both streams run, they do
+             1 / s and 1 / c of a second's work, so that it saves 1 / s + 1 / c - 1 of it. There are at most
+             min(s C, c M) such seconds, for C seconds of computation and M of communication, which take at least
+
+                 C + M - min(s C, c M) (1 / s + 1 / c - 1),   or C + M where the streams had better take turns
 
 ``two_lines`` has one more, for two lines.
 """
@@ -15,8 +18,13 @@ from __future__ import annotations
 from layernodes.plan.problem import Problem
 
 
-def lower_bound(problem: Problem, *, slowdown: float = 1.0) -> float:
-    """The largest of the bounds chain, stream and both; 0 for a problem without steps."""
+def lower_bound(problem: Problem, *, slowdowns: tuple[float, float] = (1.0, 1.0)) -> float:
+    """The largest of the bounds chain, stream and both; 0 for a problem without steps.
+
+    Args:
+        problem: the problem.
+        slowdowns: of computation, and of communication.
+    """
     lines = problem.lines
     chain = max((line.tail[0] for line in lines), default=0.0)
     compute = comm = 0.0
@@ -24,8 +32,12 @@ def lower_bound(problem: Problem, *, slowdown: float = 1.0) -> float:
         compute = problem.compute_total + min(line.to_compute[0] for line in lines) + _after_last(problem, comm=False)
     if problem.comm_total > 0:
         comm = problem.comm_total + min(line.to_comm[0] for line in lines) + _after_last(problem, comm=True)
-    both = problem.compute_total + problem.comm_total * (1 - 1 / slowdown) if slowdown > 1 else 0.0
-    return max(chain, compute, comm, both)
+    return max(chain, compute, comm, _both(problem, *slowdowns))
+
+
+def _both(problem: Problem, s: float, c: float) -> float:
+    longest = min(s * problem.compute_total, c * problem.comm_total)
+    return problem.compute_total + problem.comm_total - longest * max(1 / s + 1 / c - 1, 0.0)
 
 
 def _after_last(problem: Problem, *, comm: bool) -> float:

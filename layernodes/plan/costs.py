@@ -28,6 +28,7 @@ from layernodes.slots import CHUNK_ENDS, Phase, Slot, StreamType, is_slot_name
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0)]
+Factor = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 SlotName = str
 
 
@@ -87,6 +88,8 @@ class CostModel(BaseModel):
         ends: costs of ``pre_process`` and ``post_process``; free where left out.
         streams: streams of slots that are not Megatron-Core's; COMPUTE where left out. Used only where no shape says.
         compute_slowdown: how many times longer computation takes while a communication step runs; see ``simulate``.
+        communication_slowdown: how many times longer communication takes while a computing step runs, as where the
+            processors that compute also move the bytes.
         hardware_queues: 2 or more: the streams do not hold each other up. 1: both are fed from one queue, as with
             ``CUDA_DEVICE_MAX_CONNECTIONS=1``, and no step starts before the one launched before it has started.
         measurement: how the costs were measured, and how far the times spread; None where nobody measured them.
@@ -102,7 +105,8 @@ class CostModel(BaseModel):
     layers: Mapping[Annotated[int, Field(ge=0)], Mapping[SlotName, SlotCost]] = {}
     ends: Mapping[str, SlotCost] = {}
     streams: Mapping[SlotName, StreamType] = {}
-    compute_slowdown: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    compute_slowdown: Factor = 1.0
+    communication_slowdown: Factor = 1.0
     hardware_queues: Annotated[int, Field(ge=1)] = 2
     measurement: Measurement | None = None
 
@@ -132,6 +136,7 @@ class CostModel(BaseModel):
         backward: float = 1.0,
         wgrad: float = 1.0,
         compute_slowdown: float = 1.0,
+        communication_slowdown: float = 1.0,
         hardware_queues: int = 2,
     ) -> Self:
         """Costs for trying things out: every computing slot alike, every communication alike, ends free.
@@ -142,6 +147,7 @@ class CostModel(BaseModel):
             backward: input gradients of a computing slot, in units of ``computation``.
             wgrad: weight gradients of a computing slot, in units of ``computation``.
             compute_slowdown: see the attribute.
+            communication_slowdown: see the attribute.
             hardware_queues: see the attribute.
         """
         compute = SlotCost(F=computation, B=computation * backward, W=computation * wgrad, activation_bytes=1)
@@ -153,6 +159,7 @@ class CostModel(BaseModel):
             name="simple",
             kinds={"moe": {**moe, **free}, "dense": {**dense, **free}},
             compute_slowdown=compute_slowdown,
+            communication_slowdown=communication_slowdown,
             hardware_queues=hardware_queues,
         )
 
@@ -199,6 +206,11 @@ class CostModel(BaseModel):
             else self.cost(layer=layer, kind="" if layer is None else shape.layers[layer].kind, slot=slot.name)
             for layer, slot in shape.places()
         }
+
+    @property
+    def has_slowdown(self) -> bool:
+        """Whether the two streams slow each other down."""
+        return max(self.compute_slowdown, self.communication_slowdown) > 1
 
     def stream_of(self, step: Step) -> StreamType:
         """The stream of a step where there is no shape: as in ``streams``, else Megatron-Core's."""

@@ -80,7 +80,8 @@ class Optimization[S: (Schedule, PairSchedule)]:
         self._costs = costs
         self._effort = effort
         self._problem = build_problem(rules, costs)
-        self._bound = lower_bound(self._problem, slowdown=costs.compute_slowdown)
+        self._slowdowns = (costs.compute_slowdown, costs.communication_slowdown)
+        self._bound = lower_bound(self._problem, slowdowns=self._slowdowns)
         self._best: S | None = None
         self._makespan = float("inf")
         self._peak = 0
@@ -122,17 +123,17 @@ class Optimization[S: (Schedule, PairSchedule)]:
 
     def search(self) -> None:
         """Search over orders: narrowly, then along the best order of two lines, then as widely as may be."""
-        slowdown = self._costs.compute_slowdown
+        is_exact = not self._costs.has_slowdown
         if self._problem.num_steps <= _MANY_STEPS:
-            self._grow(self._problem, is_exact=slowdown == 1, last=_FIRST_WIDTHS[1], share=0.5)
+            self._grow(self._problem, is_exact=is_exact, last=_FIRST_WIDTHS[1], share=0.5)
         guide = self._solve_two_lines()
         if self._problem.num_steps > _MANY_STEPS:
             return
         if guide is not None:
-            self._search_width(self._problem, _GUIDED_WIDTH, guide=guide, is_exact=slowdown == 1)
-        self._grow(self._problem, is_exact=slowdown == 1, share=1.0 if slowdown == 1 else 0.5)
-        if slowdown > 1:
-            slowed = build_problem(self._rules, self._costs, compute_factor=slowdown)
+            self._search_width(self._problem, _GUIDED_WIDTH, guide=guide, is_exact=is_exact)
+        self._grow(self._problem, is_exact=is_exact, share=1.0 if is_exact else 0.5)
+        if not is_exact:
+            slowed = build_problem(self._rules, self._costs, factors=self._slowdowns)
             self._grow(slowed, is_exact=False)
 
     def report(self) -> Optimized[S]:

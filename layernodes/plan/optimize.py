@@ -12,7 +12,7 @@ Contract::
 It ends when the result meets the bound, when a search was complete, when ``max_states`` are used up, or at the time
 limit. Without a time limit it is deterministic: ``max_states`` counts work, not time.
 
-With ``compute_slowdown`` above 1 the searches ignore the slow-down, or apply it everywhere, and the simulator judges
+With slow-downs above 1 the searches ignore the slow-down, or apply it everywhere, and the simulator judges
 what they find; the result is then proved best only if it meets the bound.
 """
 

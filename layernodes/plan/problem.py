@@ -91,18 +91,18 @@ class Problem:
         return tuple(self.rules.steps[number] for number in order)
 
 
-def build_problem(rules: Rules, costs: CostModel, *, compute_factor: float = 1.0) -> Problem:
+def build_problem(rules: Rules, costs: CostModel, *, factors: tuple[float, float] = (1.0, 1.0)) -> Problem:
     """Read lines and classes off rules and costs.
 
     Args:
         rules: the rules.
         costs: the costs.
-        compute_factor: multiplies the seconds of computation.
+        factors: multiply the seconds of computation, and of communication.
 
     Raises:
         CostError: a slot has no cost.
     """
-    reading = _Reading(rules, costs, compute_factor)
+    reading = _Reading(rules, costs, factors)
     lines = tuple(reading.line(ids) for ids in reading.chains())
     return Problem(
         rules=rules,
@@ -121,10 +121,10 @@ def build_problem(rules: Rules, costs: CostModel, *, compute_factor: float = 1.0
 class _Reading:
     """Rules and costs, read step by step; ``classes`` grows with the lines."""
 
-    def __init__(self, rules: Rules, costs: CostModel, compute_factor: float) -> None:
+    def __init__(self, rules: Rules, costs: CostModel, factors: tuple[float, float]) -> None:
         self.rules = rules
         self.tables = {phase: {} if shape is None else costs.table(shape) for phase, shape in rules.shapes.items()}
-        self.compute_factor = compute_factor
+        self.factors = factors
         self.required = list(rules.required())
         self.wgrad_ids = {b: w for b, w in enumerate(rules.wgrad_of) if w != NONE}
         self.classes: dict[WgradClass, int] = {}
@@ -194,7 +194,7 @@ class _Reading:
 
     def seconds(self, number: int) -> float:
         step = self.rules.steps[number]
-        factor = 1.0 if self.is_comm(number) else self.compute_factor
+        factor = self.factors[self.is_comm(number)]
         return factor * self.cost(step).seconds(step.phase, deferred=number in self.wgrad_ids)
 
     def is_comm(self, number: int) -> bool:

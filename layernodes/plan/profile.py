@@ -10,9 +10,10 @@ Contract: what comes back predicts runs on the same machine, and is the same on 
         communication   the shortest time of any rank: whoever arrives last does not wait, and measures the link alone
     over the repetitions: medians, and the spread around them
 
-The slow-down ``s`` comes from the definition in ``simulate``: computation that takes ``d`` seconds alone, and ``t``
-seconds while communication runs for ``o`` of them, has ``t = d + o (1 - 1 / s)``. Where next to nothing overlaps it
-is 1.
+The slow-downs come from the definition in ``simulate``: computation that takes ``d`` seconds alone, and ``t`` seconds
+while communication runs for ``o`` of them, has ``t = d + o (1 - 1 / s)``; so has communication beside computation.
+Where next to nothing overlaps they are 1. Of all ranks the greatest counts for computation, the least for
+communication, whose time on the others is waiting too.
 
 After that, one microbatch runs once more, in the calling thread, for the bytes that each step leaves behind
 (``held_bytes``); of all ranks, the most count.
@@ -52,7 +53,7 @@ from layernodes.streams import Streams
 _OVERLAPPED: Final = 3
 """Microbatches that overlap; the least with two turns in which forward and backward run side by side."""
 _HIGHEST_SHARE: Final = 0.9
-"""Computation that stands still beside communication would be slowed down without end; more than tenfold is noise."""
+"""A stream that stands still beside the other would be slowed down without end; more than tenfold is noise."""
 _LEAST_OVERLAP: Final = 0.1
 """The share of computation that must run beside communication for a slow-down to show above the noise."""
 
@@ -105,14 +106,16 @@ def profile(
         measured = list(_measure(chunk, batch, loss_grad, runner, peers, warmup + repetitions))[warmup:]
         runs = [run for run, _ in measured]
         overlapped = [other for _, other in measured if other is not None]
-        slowdown = peers.largest(torch.tensor([_slowdown(runs, overlapped)], dtype=torch.float64)).item()
+        compute_slowdown = peers.largest(_tensor(_slowdown(runs, overlapped, StreamType.COMPUTE))).item()
+        comm_slowdown = -peers.largest(_tensor(-_slowdown(runs, overlapped, StreamType.COMM))).item()
         held_bytes = _held_bytes(chunk, batch, loss_grad, peers)
         costs = costs_of_timelines(_agree(runs, peers), chunk.shape, held_bytes=held_bytes, name=name)
     assert costs.measurement is not None
     streams_name = str(streams) if isinstance(streams, str) else type(streams).__name__
     return costs.model_copy(
         update={
-            "compute_slowdown": slowdown,
+            "compute_slowdown": compute_slowdown,
+            "communication_slowdown": comm_slowdown,
             "measurement": costs.measurement.model_copy(
                 update={"warmup": warmup, "num_ranks": peers.num_ranks, "streams": streams_name}
             ),
@@ -169,16 +172,22 @@ def _until_the_next(run: Timeline) -> list[float]:
     return [end - start for start, end in zip(starts, ends, strict=True)]
 
 
-def _slowdown(alone: Sequence[Timeline], overlapped: Sequence[Timeline]) -> float:
-    """How many times longer computation takes beside communication; 1 where too little ran at the same time."""
-    compute_alone = _OVERLAPPED * median(run.busy(StreamType.COMPUTE) for run in alone)
+def _slowdown(alone: Sequence[Timeline], overlapped: Sequence[Timeline], stream: StreamType) -> float:
+    """How many times longer a stream's steps take beside the other's; 1 where too little ran at the same time."""
+    compute_alone, own_alone = (
+        _OVERLAPPED * median(run.busy(one) for run in alone) for one in (StreamType.COMPUTE, stream)
+    )
     shares = []
     for run in overlapped:
         both = run.busy(StreamType.COMM) - run.exposed_communication
         if both > _LEAST_OVERLAP * compute_alone:
-            shares.append((run.busy(StreamType.COMPUTE) - compute_alone) / both)
+            shares.append((run.busy(stream) - own_alone) / both)
     share = median(shares or [0.0])
     return 1.0 / (1.0 - min(max(share, 0.0), _HIGHEST_SHARE))
+
+
+def _tensor(value: float) -> Tensor:
+    return torch.tensor([value], dtype=torch.float64)
 
 
 @final

@@ -9,9 +9,9 @@ as soon as its stream is free and its predecessors in the ``Rules`` are done::
 With ``hardware_queues=1`` a step also never starts before the step launched before it has started.
 
 With ``compute_slowdown = s``, a step of the compute stream progresses at the rate 1 / s at every moment at which a
-step of the communication stream runs, and at the rate 1 otherwise; communication is not slowed down. A step of
-``d`` seconds that runs beside communication for ``o`` of its seconds thus ends ``d + o * (1 - 1 / s)`` after its
-start.
+step of the communication stream runs, and at the rate 1 otherwise; with ``communication_slowdown``, one of the
+communication stream beside a step of the compute stream. A step of ``d`` seconds that runs beside the other stream for
+``o`` of its seconds thus ends ``d + o * (1 - 1 / s)`` after its start.
 
 Results depend on nothing but the arguments; time and memory are linear in the number of steps.
 """
@@ -92,14 +92,13 @@ def simulate_steps(schedule: Schedule | PairSchedule, costs: CostModel, rules: R
     ]
     streams = [rules.streams[rules.ids[step]] for step in steps]
     dependencies = rules.dependencies(steps)
-    run = _run_at_one_rate if costs.compute_slowdown == 1 else _run_at_two_rates
-    spans = run(
-        seconds,
-        [stream is StreamType.COMM for stream in streams],
-        dependencies,
-        one_queue=costs.hardware_queues == 1,
-        slowdown=costs.compute_slowdown,
-    )
+    is_comm = [stream is StreamType.COMM for stream in streams]
+    one_queue = costs.hardware_queues == 1
+    if costs.has_slowdown:
+        slowdowns = (costs.compute_slowdown, costs.communication_slowdown)
+        spans = _run_at_two_rates(seconds, is_comm, dependencies, one_queue=one_queue, slowdowns=slowdowns)
+    else:
+        spans = _run_at_one_rate(seconds, is_comm, dependencies, one_queue=one_queue)
     retains = rules.mode is not Mode.FORWARD
     intervals = tuple(
         Interval(
@@ -137,10 +136,8 @@ def _run_at_one_rate(
     dependencies: Sequence[Sequence[int]],
     *,
     one_queue: bool,
-    slowdown: float,
 ) -> Spans:
-    """Start and end of each step where computation is never slowed down."""
-    assert slowdown == 1
+    """Start and end of each step where nothing is slowed down."""
     spans: Spans = []
     free = [0.0, 0.0]
     launched = 0.0
@@ -161,19 +158,20 @@ def _run_at_two_rates(
     dependencies: Sequence[Sequence[int]],
     *,
     one_queue: bool,
-    slowdown: float,
+    slowdowns: tuple[float, float],
 ) -> Spans:
-    """Start and end of each step, found by going from event to event.
+    """Start and end of each step, found by going from event to event; slow-downs of computation and communication.
 
-    An event is a start or an end; between two events the rate of the compute stream does not change.
+    An event is a start or an end; between two events neither stream's rate changes.
     """
     count = len(seconds)
     lanes = [[p for p in range(count) if not is_comm[p]], [p for p in range(count) if is_comm[p]]]
     turn = [0, 0]
     running: list[int | None] = [None, None]
+    work_left = [0.0, 0.0]
     start, end = [0.0] * count, [0.0] * count
     started, done = bytearray(count), bytearray(count)
-    now, work_left, comm_end, ended = 0.0, 0.0, 0.0, 0
+    now, ended = 0.0, 0
     while ended < count:
         # A step that takes no time may let one of the other stream start, so look until nothing more starts.
         looking = True
@@ -187,21 +185,21 @@ def _run_at_two_rates(
                     continue
                 turn[lane] += 1
                 running[lane], start[step], started[step] = step, now, 1
+                work_left[lane] = seconds[step]
                 looking = True
-                if lane == 0:
-                    work_left = seconds[step]
-                else:
-                    comm_end = now + seconds[step]
-        compute, comm = running
-        factor = 1.0 if comm is None else slowdown
-        compute_end = float("inf") if compute is None else now + work_left * factor
-        until = min(compute_end, comm_end if comm is not None else float("inf"))
-        if compute is not None:
-            work_left = 0.0 if compute_end == until else work_left - (until - now) / factor
-        now = until
-        for lane, over in ((0, compute_end == until), (1, comm is not None and comm_end == until)):
-            step_over = running[lane]
-            if over and step_over is not None:
-                end[step_over], done[step_over], running[lane] = now, 1, None
+        factors = slowdowns if None not in running else (1.0, 1.0)
+        ends = [
+            float("inf") if step is None else now + left * factor
+            for step, left, factor in zip(running, work_left, factors, strict=True)
+        ]
+        until = min(ends)
+        for lane, step_over in enumerate(running):
+            if step_over is None:
+                continue
+            if ends[lane] == until:
+                end[step_over], done[step_over], running[lane] = until, 1, None
                 ended += 1
+            else:
+                work_left[lane] -= (until - now) / factors[lane]
+        now = until
     return list(zip(start, end, strict=True))

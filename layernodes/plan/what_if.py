@@ -78,10 +78,13 @@ def find_what_helps(
 def _cheaper(schedule: Schedule | PairSchedule, rules: Rules, costs: CostModel) -> Iterator[_Change]:
     """The same order at other costs."""
     yield "a link twice as fast", simulate_steps(schedule, costs.scale(communication=0.5), rules).makespan
-    if costs.compute_slowdown > 1:
-        undisturbed = costs.model_copy(update={"compute_slowdown": 1.0})
-        change = "computation that communication does not slow down"
-        yield change, simulate_steps(schedule, undisturbed, rules).makespan
+    for field, change in (
+        ("compute_slowdown", "computation that communication does not slow down"),
+        ("communication_slowdown", "communication that computation does not slow down"),
+    ):
+        if getattr(costs, field) > 1:
+            undisturbed = costs.model_copy(update={field: 1.0})
+            yield change, simulate_steps(schedule, undisturbed, rules).makespan
 
 
 def _other_pairs(rules: Rules, costs: CostModel, max_states: int) -> Iterator[_Change]:

@@ -81,6 +81,9 @@ def test_slow_down() -> None:
     costs = CostModel.simple(computation=2, communication=2, compute_slowdown=2)
     found = helps(layernodes.explain(simulate(schedules.forward_forward(SHAPE, 2), costs), costs))
     assert "computation that communication does not slow down" in found
+    slower = costs.model_copy(update={"communication_slowdown": 2.0})
+    found = helps(layernodes.explain(simulate(schedules.forward_forward(SHAPE, 2), slower), slower))
+    assert "communication that computation does not slow down" in found
 
 
 def test_pairs() -> None:

@@ -44,7 +44,12 @@ def random_shape(rng: random.Random, *, max_layers: int) -> ChunkShape:
 def uneven_costs(shape: ChunkShape, rng: random.Random) -> CostModel:
     """Costs as real numbers: alike in all layers of a kind, or of each layer's own."""
     if rng.random() < 0.5:
-        return random_costs(shape, rng, queues=rng.choice([1, 2, 2]), slowdown=rng.choice([1.0, 1.0, 1.3]))
+        return random_costs(
+            shape,
+            rng,
+            queues=rng.choice([1, 2, 2]),
+            slowdowns=rng.choice([(1.0, 1.0), (1.0, 1.0), (1.3, 1.0), (1.2, 1.3)]),
+        )
     kinds = {
         kind: {
             slot: SlotCost(
@@ -55,7 +60,12 @@ def uneven_costs(shape: ChunkShape, rng: random.Random) -> CostModel:
         }
         for kind in ("moe", "dense")
     }
-    return CostModel(kinds=kinds, hardware_queues=rng.choice([1, 2, 2]), compute_slowdown=rng.choice([1.0, 1.3]))
+    return CostModel(
+        kinds=kinds,
+        hardware_queues=rng.choice([1, 2, 2]),
+        compute_slowdown=rng.choice([1.0, 1.3]),
+        communication_slowdown=rng.choice([1.0, 1.0, 1.2]),
+    )
 
 
 def check_never_worse(seed: int) -> None:
@@ -196,9 +206,26 @@ def test_bounds_of_a_slow_down() -> None:
     costs = CostModel.simple(computation=1, communication=0.5, backward=1, wgrad=0, compute_slowdown=2)
     problem = build_problem(Rules.of_pair(shape, shape), costs)
     assert (problem.compute_total, problem.comm_total) == (8, 4)
-    assert lower_bound(problem, slowdown=2) == 10
+    assert lower_bound(problem, slowdowns=(2, 1)) == 10
     found = optimize_pair_with_report(shape, shape, costs, max_states=5_000)
     assert found.makespan >= found.lower_bound >= 10
+
+
+@pytest.mark.parametrize("s, c, least", [(1, 2, 8), (1, 4, 10), (2, 2, 12), (1.25, 1.25, 9), (4, 4, 12)])
+def test_bounds_of_both_slow_downs(s: float, c: float, least: float) -> None:
+    """Worked out by hand, of 8 s of computation and 4 s of communication.
+
+    At 1 and 2, 4 s of communication fill the 8 s; at 1 and 4, 2 s do, and 2 s are left; at 2 and 2 running side by side
+    saves nothing, and at 4 and 4 taking turns is better; at 5/4 each, 5 s of both do 4 s of each, and 4 s are left.
+    """
+    shape = ChunkShape.of(["moe"] * 2, pre_process=False, post_process=False)
+    costs = CostModel.simple(
+        computation=1, communication=0.5, backward=1, wgrad=0, compute_slowdown=s, communication_slowdown=c
+    )
+    problem = build_problem(Rules.of_pair(shape, shape), costs)
+    assert lower_bound(problem, slowdowns=(s, c)) == pytest.approx(least)
+    found = optimize_pair_with_report(shape, shape, costs, max_states=5_000)
+    assert found.makespan >= found.lower_bound - 1e-9 >= least - 1e-6
 
 
 def test_deterministic() -> None:

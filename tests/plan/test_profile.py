@@ -84,17 +84,18 @@ def test_a_hand_over_is_part_of_what_a_step_costs() -> None:
     assert simulate(serial, costs, chunk.shape).makespan == with_gaps(0, serial).makespan
 
 
-@pytest.mark.parametrize("slowdown", [1.0, 1.5, 4.0])
+@pytest.mark.parametrize("slowdowns", [(1.0, 1.0), (1.5, 1.0), (4.0, 1.0), (1.0, 1.5), (1.25, 2.0)], ids=str)
 @pytest.mark.parametrize("wgrad", ["off", "auto"])
-def test_slow_down_is_found(slowdown: float, wgrad: str) -> None:
-    """Runs that took what a simulation with a slow-down says give back its costs and its slow-down."""
+def test_slow_down_is_found(slowdowns: tuple[float, float], wgrad: str) -> None:
+    """Runs that took what a simulation with slow-downs says give back its costs and its slow-downs."""
     chunk = ChunkPlan.of(chunk_of(toys(2)).layers, wgrad=wgrad)
-    true = random_costs(chunk.shape, random.Random(4), slowdown=slowdown)
+    true = random_costs(chunk.shape, random.Random(4), slowdowns=slowdowns)
     streams = VirtualStreams(lambda _, schedule: simulate(schedule, true, chunk.shape))
     costs = layernodes.profile(chunk, inputs(1)[0], repetitions=2, warmup=0, streams=streams)
-    assert costs.compute_slowdown == pytest.approx(slowdown, abs=1e-9)
+    assert (costs.compute_slowdown, costs.communication_slowdown) == pytest.approx(slowdowns, abs=1e-9)
+    rounded = costs.model_copy(update={"compute_slowdown": slowdowns[0], "communication_slowdown": slowdowns[1]})
     for schedule in (streams.runs[0], streams.runs[1]):
-        predicted = simulate(schedule, costs.model_copy(update={"compute_slowdown": slowdown}), chunk.shape)
+        predicted = simulate(schedule, rounded, chunk.shape)
         assert [(i.start, i.end) for i in predicted.intervals] == [
             (i.start, i.end) for i in simulate(schedule, true, chunk.shape).intervals
         ]
@@ -244,7 +245,7 @@ def test_ranks_agree() -> None:
     assert real.measurement is not None
     assert toy.measurement.num_ranks == real.measurement.num_ranks == 2
     assert real.kinds["moe"]["moe_dispatch"].F > 0
-    assert real.compute_slowdown >= 1
+    assert real.compute_slowdown >= 1 and real.communication_slowdown >= 1
 
 
 @pytest.mark.parametrize("options", [{"repetitions": 0}, {"warmup": -1}])

@@ -25,12 +25,18 @@ def worked_costs(worked: oracle.Worked) -> CostModel:
         layers={layer: slots(costs) for layer, costs in worked.get("layers", {}).items()},
         ends=slots(worked.get("ends", {})),
         compute_slowdown=worked.get("slowdown", 1),
+        communication_slowdown=worked.get("comm_slowdown", 1),
         hardware_queues=worked.get("queues", 2),
     )
 
 
 def random_costs(
-    shape: ChunkShape, rng: random.Random, *, highest: int = 9, queues: int = 2, slowdown: float = 1.0
+    shape: ChunkShape,
+    rng: random.Random,
+    *,
+    highest: int = 9,
+    queues: int = 2,
+    slowdowns: tuple[float, float] = (1.0, 1.0),
 ) -> CostModel:
     """Whole seconds for every slot of every layer, so that sums are exact; some are 0."""
 
@@ -40,4 +46,11 @@ def random_costs(
 
     layers = {n: {slot.name: cost() for slot in layer.slots} for n, layer in enumerate(shape.layers)}
     ends = {name: cost() for name in shape.ends}
-    return CostModel(kinds={}, layers=layers, ends=ends, hardware_queues=queues, compute_slowdown=slowdown)
+    return CostModel(
+        kinds={},
+        layers=layers,
+        ends=ends,
+        hardware_queues=queues,
+        compute_slowdown=slowdowns[0],
+        communication_slowdown=slowdowns[1],
+    )
