@@ -80,7 +80,7 @@ class ExtraSlot:
         stream: the stream on which it runs.
 
     Raises:
-        PlanError: the name is taken or no identifier.
+        PlanError: the name is taken or no identifier; ``after`` or ``stream`` is something else.
     """
 
     name: str
@@ -90,3 +90,9 @@ class ExtraSlot:
     def __post_init__(self) -> None:
         if not is_slot_name(self.name) or self.name in (*Slot, *CHUNK_ENDS):
             raise PlanError(f"{self.name!r} cannot name an extra slot; choose an identifier that names no other slot")
+        if not isinstance(self.after, str):
+            raise PlanError(f"extra slot {self.name!r} is after {self.after!r}; give a Slot, or an extra slot's name")
+        if not isinstance(self.stream, StreamType):
+            raise PlanError(
+                f"extra slot {self.name!r} has stream {self.stream!r}; give StreamType.COMPUTE or StreamType.COMM"
+            )

@@ -19,6 +19,7 @@ _ADVICE: Final[Mapping[str, str]] = {
     "PathLike": "give a path as text or pathlib.Path",
     "Schedule": "take a built-in of layernodes.schedules, Schedule(steps), Schedule.parse(text) or Schedule.load(path)",
     "Sequence": "give a list",
+    "Step": "give each sequence of steps as an argument of its own: interleave(one, another)",
     "Timeline": "take result.timeline of a run, simulate(schedule, costs) or Timeline.from_perfetto(path)",
     "int": "give a whole number",
     "str": "give text; a file is read with load(path)",

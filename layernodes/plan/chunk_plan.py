@@ -22,7 +22,8 @@ from layernodes.plan.grouping import Group, group_sizes
 from layernodes.plan.layer_plan import LayerPlan, WgradMode
 from layernodes.plan.registry import LayerRegistry, NodeFactory, SlotKey
 from layernodes.plan.shape import ChunkShape, LayerShape, SlotShape
-from layernodes.slots import Slot, StreamType
+from layernodes.plan.slot_nodes import names_of
+from layernodes.slots import ExtraSlot, Slot, StreamType
 
 
 @final
@@ -113,6 +114,9 @@ class ChunkPlan:
                 built[layer] = LayerPlan.build(
                     layer, nodes=fitting, split_combine=split_combine, wgrad=wgrad, registry=registry
                 )
+        for slot in given:
+            if not isinstance(slot, Slot | ExtraSlot):
+                raise PlanError(f"nodes has the key {slot!r}; use a Slot, one of {names_of(Slot)}, or an ExtraSlot")
         unused = [str(slot) for slot in given if slot not in used]
         if unused and built:
             raise PlanError(f"nodes names {', '.join(unused)}, which no layer of this chunk has; leave it out")

@@ -95,6 +95,12 @@ def wgrad_names(layer: Module, node: ScheduleNode) -> list[str]:
     return [name for name, parameter in layer.named_parameters() if id(parameter) in deferred]
 
 
+def unheld_parameters(layer: Module, nodes: Iterable[ScheduleNode]) -> list[str]:
+    """Names of the layer's trainable parameters that no node finds in its ``modules()``."""
+    held = {id(parameter) for node in nodes for parameter in (*_trainable(node), *node.wgrad_parameters)}
+    return [name for name, p in layer.named_parameters() if p.requires_grad and id(p) not in held]
+
+
 def _trainable(node: ScheduleNode) -> list[Parameter]:
     return [p for module in node.modules() for p in module.parameters() if p.requires_grad]
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from layernodes.errors import ScheduleError
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.grid import stream_in
 from layernodes.plan.shape import ChunkShape, LayerShape, SlotShape
 from layernodes.plan.step import Step
@@ -38,6 +39,7 @@ _WGRAD_BEAT: Final = {"pre": "pre", "dispatch": "pre", "mlp": "mlp", "combine": 
 
 def forward_steps(shape: ChunkShape, microbatch: int) -> Iterator[Step]:
     """The forward steps of one microbatch through a chunk of this ``shape``, in order."""
+    check_argument("shape", shape, ChunkShape)
     for layer, slot in shape.places():
         if not slot.passthrough:
             yield Step(Phase.F, microbatch, layer, slot.name)
@@ -46,6 +48,7 @@ def forward_steps(shape: ChunkShape, microbatch: int) -> Iterator[Step]:
 def backward_steps(shape: ChunkShape, microbatch: int) -> Iterator[Step]:
     """The backward steps of one microbatch through a chunk of this ``shape``, in order; each ``W`` right after its
     ``B``, of the slots that defer."""
+    check_argument("shape", shape, ChunkShape)
     for layer, slot in reversed(list(shape.places())):
         if not slot.passthrough:
             yield Step(Phase.B, microbatch, layer, slot.name)
@@ -75,6 +78,7 @@ def interleave(
     while waiting:
         for sequence in tuple(waiting):
             for taken, step in enumerate(sequence, start=1):
+                check_argument("what interleave takes from a sequence", step, Step)
                 yield step
                 if taken == num_steps or (num_steps is None and stream_of(step) is StreamType.COMM):
                     break

@@ -18,7 +18,7 @@ from layernodes.errors import OptionError, PlanError, UnsupportedLayerError
 from layernodes.nodes import ScheduleNode, WgradHook
 from layernodes.nodes.group import group_nodes, is_grouped
 from layernodes.plan.arguments import check_argument
-from layernodes.plan.describe import LayerDescription, describe_layer
+from layernodes.plan.describe import LayerDescription, describe_layer, unheld_parameters
 from layernodes.plan.forward_funcs import ForwardFuncs, forward_funcs
 from layernodes.plan.registry import LayerRegistry, NodeFactory, SlotKey
 from layernodes.plan.slot_nodes import (
@@ -152,9 +152,15 @@ class LayerPlan:
                     field="delay_wgrad_compute",
                     value=True,
                 )
-        if kind is not LayerKind.OTHER:
-            for note in notes_on(layer):
-                _logger.warning("%s: %s", type(layer).__name__, note)
+        notes = [] if kind is LayerKind.OTHER else [*notes_on(layer)]
+        unheld = unheld_parameters(layer, built.values()) if mode is WgradMode.AUTO else []
+        if unheld:
+            notes.append(
+                f"no node's modules() hold {', '.join(unheld)}, whose gradients therefore come with B and not with W; "
+                f"let a node hold the module (self.layer = layer) and not its parameter alone, or override modules()"
+            )
+        for note in notes:
+            _logger.warning("%s: %s", type(layer).__name__, note)
         return LayerPlan(layer, built, kind, recipe)
 
     @staticmethod

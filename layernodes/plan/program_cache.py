@@ -8,6 +8,7 @@ from typing import Final, final
 
 from torch import Tensor
 
+from layernodes.errors import ScheduleError
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.program import Call, Program, compile_steps
 from layernodes.plan.ranks import fingerprint
@@ -61,7 +62,16 @@ class ProgramCache:
         compiled = self._compiled.get(key)
         if compiled is None:
             rules = Rules.of(chunk.shape, num_microbatches, mode)
-            check(schedule.steps, rules)
+            try:
+                check(schedule.steps, rules)
+            except ScheduleError as error:
+                named = max((step.microbatch + 1 for step in schedule), default=0)
+                if named != num_microbatches:
+                    error.add_note(
+                        f"the run has {num_microbatches} batches, and the schedule {named} microbatches; give one "
+                        f"batch for each"
+                    )
+                raise
             program = compile_steps(schedule.steps, rules, [chunk] * num_microbatches)
             text = f"{mode} {num_microbatches}\n{schedule}"
             compiled = self._keep(key, Compiled(program, fingerprint(text), (schedule, chunk)))

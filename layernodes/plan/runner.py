@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from types import TracebackType
@@ -54,8 +54,8 @@ class RunResult:
 
     outputs: tuple[Any, ...]
     input_grads: tuple[Tensor | None, ...]
-    _program: Program
-    _spans: Spans
+    _program: Program = field(repr=False)
+    _spans: Spans = field(repr=False)
 
     @cached_property
     def timeline(self) -> Timeline:

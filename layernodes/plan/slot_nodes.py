@@ -59,6 +59,11 @@ def build_node(factory: NodeFactory, slot: SlotKey, layer: Module) -> ScheduleNo
             f"nodes[{name_of(slot)}] is a {name}, made already; "
             f"give the class, {name}, or a function that takes the layer"
         )
+    if isinstance(factory, type) and not issubclass(factory, ScheduleNode):
+        raise PlanError(
+            f"nodes[{name_of(slot)}] is the class {factory.__name__}, which is no ScheduleNode; derive it from "
+            f"ScheduleNode, or from the node whose place it takes"
+        )
     node = factory(layer)
     if not isinstance(node, ScheduleNode):
         raise PlanError(

@@ -560,6 +560,35 @@ def _misfit(slot: Slot, **declared: Any) -> Any:
     return type("Misfit", (ScheduleNode,), namespace)
 
 
+class _Alone(ScheduleNode):
+    """Holds a parameter, and not the module whose it is."""
+
+    slot, stream = M, StreamType.COMPUTE
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        self.weight = layer.weight
+
+    def forward(self, ctx: NodeContext, *inputs: torch.Tensor) -> torch.Tensor:
+        return inputs[0] @ self.weight
+
+
+class _WithModule(_Alone):
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        self.layer = layer
+        super().__init__(layer)
+
+
+@pytest.mark.parametrize("node", [_Alone, _WithModule])
+def test_a_parameter_that_no_node_holds_is_told(node: type[ScheduleNode], caplog: pytest.LogCaptureFixture) -> None:
+    """Its gradient cannot be deferred; with weight gradients off nobody needs to know."""
+    LayerPlan.build(torch.nn.Linear(2, 2, bias=False), nodes={M: node})
+    assert not caplog.records
+    LayerPlan.build(torch.nn.Linear(2, 2, bias=False), nodes={M: node}, wgrad="auto")
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (node is _Alone)
+    assert all("no node's modules() hold weight, whose gradients therefore come with B" in text for text in told)
+
+
 class TestRefusals:
     """What does not fit together is refused when the plan is built, with a message that says what to change."""
 
@@ -575,6 +604,7 @@ class TestRefusals:
                 r"nodes\[Slot.MLP\] is Misfit, which is a node for moe_combine; put it under its own slot",
             ),
             ({POST: MTPPostNode}, r"TransformerLayer \(moe\) has no slot 'mtp_post_process' to put MTPPostNode into"),
+            ({M: torch.nn.Linear}, r"nodes\[Slot.MLP\] is the class Linear, which is no ScheduleNode; derive it from"),
             ({"mlp": ExpertNode}, r"nodes has the key 'mlp'; use a Slot, one of Slot.PRE_DISPATCH_COMPUTATION"),
             ({M: 3}, r"nodes\[Slot.MLP\] is 3; give a node class or a callable that takes the layer"),
             (

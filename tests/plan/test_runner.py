@@ -281,6 +281,18 @@ class TestRefused:
         assert result.input_grads[0] is not None
         assert result.input_grads[0].item() == 3.0
 
+    def test_another_number_of_batches(self) -> None:
+        """Beside the steps at fault, the cause is told."""
+        with Runner(streams="inline") as runner, pytest.raises(ScheduleError, match="F1.L0.mlp") as caught:
+            runner.run(_schedule("F0B0F1B1"), _chunk(_Sine), [_leaf(1.0)])
+        assert caught.value.__notes__ == [
+            "the run has 1 batches, and the schedule 2 microbatches; give one batch for each"
+        ]
+
+    def test_a_result_prints_shortly(self) -> None:
+        with Runner(streams="inline") as runner:
+            assert "Program" not in repr(runner.run(_schedule("F0B0"), _chunk(_Sine), [_leaf(1.0)]))
+
     @pytest.mark.parametrize("schedule", ["F0.L0.mlp B0.L0.mlp", [Step(Phase.F, 0, 0, "mlp")], None])
     def test_what_is_no_schedule(self, schedule: Any) -> None:
         """A text or a list of steps is told how to become one, wherever a schedule is taken."""
