@@ -16,7 +16,7 @@ def test_python_blocks_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     """All blocks together are one program; what it prints is what the page says is deferred."""
     program: dict[str, object] = {}
     blocks = re.findall(r"^```python\n(.*?)^```", _PAGE, flags=re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     for block in blocks:
         exec(compile(block, "weight-gradients.md", "exec"), program)
     assert isinstance(program["chunk"], ChunkPlan)

@@ -212,7 +212,10 @@ def _advice(error: Exception) -> str | None:
     if isinstance(error, StreamOrderError):
         return "what one slot makes and another uses must be an output or a declared handoff, of this microbatch"
     if isinstance(error, StepError):
-        return "the message is the node's own error; it arises where microbatches interleave as the schedule has it"
+        return (
+            "the message is the node's own error; if it does not come up under schedules.serial too, it is because "
+            "microbatches interleave as this schedule has it"
+        )
     return None
 
 
