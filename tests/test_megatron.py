@@ -451,7 +451,7 @@ class TestMatrix:
         wrong = {name: v for name, v in verdicts.items() if v.status not in ("right", "unrunnable")}
         assert wrong == {}
         assert Results.load().contradicted(((cell, verdicts[cell.name]) for cell in cells), "layernodes") == {}
-        assert sum(v.status == "right" for v in verdicts.values()) > 450
+        assert sum(v.status == "right" for v in verdicts.values()) > len(cells) - 10  # the plain model runs nearly all
 
 
 # What Megatron-Core's own plan gets wrong around any nodes: parameters used twice, frozen embeddings, repeated MTP.
