@@ -41,9 +41,12 @@ _PRODUCTS: frozenset[Any] = frozenset(
         *(function for function in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if function),
     }
 )
-# torch's stubs call T and mT tensors; on the class they are the descriptors that a function mode is given.
 _TRANSPOSES: frozenset[Any] = frozenset(
-    {torch.t, torch.transpose, Tensor.t, Tensor.transpose, Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
+    {
+        *(torch.t, torch.transpose, Tensor.t, Tensor.transpose),
+        Tensor.T.__get__,  # type: ignore[attr-defined]  # a descriptor on the class, where torch's stubs say Tensor
+        Tensor.mT.__get__,  # type: ignore[attr-defined]  # as T
+    }
 )
 
 

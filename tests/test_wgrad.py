@@ -377,32 +377,24 @@ def test_a_weight_that_other_operations_use_between_products(seed: int) -> None:
     assert sorted(fired) == [f"W{m}.L0.mlp" for m in range(3) for _ in "ab"]
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_product_equals_plain_autograd(reentrant: bool) -> None:
-    """An activation checkpoint records its forward again in backward: nothing of it is deferred, nothing is lost."""
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda module, x: checkpoint(module, x, use_reentrant=False),
+        lambda module, x: checkpoint(module, x, use_reentrant=True),
+        lambda module, x: torch.vmap(module)(x),
+    ],
+    ids=["checkpoint", "reentrant checkpoint", "vmap"],
+)
+def test_what_cannot_be_deferred_equals_plain_autograd(wrapped: Any) -> None:
+    """An activation checkpoint records its forward again in backward, and a ``torch.func`` transform takes no function
+    like ours: nothing of it is deferred, nothing is lost."""
     torch.manual_seed(0)
     ours, theirs = (Sequential(Linear(4, 5), Linear(5, 4)) for _ in "ab")
     theirs.load_state_dict(ours.state_dict())
 
     def forward(module: Any, x: Tensor) -> Tensor:
-        output: Tensor = module[1](checkpoint(module[0], x, use_reentrant=reentrant))
-        return output
-
-    batches = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
-    plain(lambda x: forward(theirs, x), batches)
-    chunk = plan_of(ours, forward=forward)
-    run(schedules.deferred(schedules.serial(chunk.shape, 2), chunk.shape, "end"), chunk, batches)
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
-
-
-def test_a_product_under_vmap_equals_plain_autograd() -> None:
-    """A ``torch.func`` transform takes no function like ours: nothing of it is deferred, nothing is lost."""
-    torch.manual_seed(0)
-    ours, theirs = (Sequential(Linear(4, 5), Linear(5, 4)) for _ in "ab")
-    theirs.load_state_dict(ours.state_dict())
-
-    def forward(module: Any, x: Tensor) -> Tensor:
-        output: Tensor = module[1](torch.vmap(module[0])(x))
+        output: Tensor = module[1](wrapped(module[0], x))
         return output
 
     batches = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]

@@ -88,8 +88,7 @@ def _counts(group: ProcessGroup) -> bool:
 
 
 def _sequence_number(group: ProcessGroup) -> int:
-    # A method of the C++ class that torch's stubs leave out.
-    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # C++, not in torch's stubs
 
 
 def group_of(arguments: Sequence[Any]) -> str | None:

@@ -70,7 +70,7 @@ def _live_bytes_of(chunk: ChunkPlan) -> tuple[Callable[[], int], AbstractContext
 
 
 @final
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__ is untyped in torch
     """Counts the bytes of storages that operations made while it is entered and that are still alive.
 
     Every storage is noted weakly, once. Parameters, inputs and what lives before it is entered do not count, nor does
@@ -78,7 +78,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._storages: set[StorageWeakRef] = set()
 
     def now(self) -> int:
@@ -97,7 +97,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
 
 
 def _weak(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # untyped in torch
 
 
 def _storage_of(ref: StorageWeakRef) -> torch.UntypedStorage | None:

@@ -31,7 +31,7 @@ class _Made(NamedTuple):
 
 
 @final
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__ is untyped in torch
     """Counts the operations of each step, holds what they make weakly, and raises at one of them on demand.
 
     Steps must run in the thread that entered it: on inline streams.
