@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Final, final
 
 import torch
@@ -95,14 +94,26 @@ class StreamState:
         if stream is not None:
             self._local.stream = stream
 
-    @contextmanager
-    def use(self, stream: HostStream | None) -> Iterator[None]:
-        outer = self.current()
-        self.set(stream)
-        try:
-            yield
-        finally:
-            self.set(outer)
+    def use(self, stream: HostStream | None) -> _StreamContext:
+        return _StreamContext(self, stream)
+
+
+@final
+class _StreamContext:
+    """``torch.cuda.StreamContext`` on the CPU."""
+
+    __slots__ = ("_outer", "_state", "_stream")
+
+    def __init__(self, state: StreamState, stream: HostStream | None) -> None:
+        self._state = state
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._outer = self._state.current()
+        self._state.set(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        self._state.set(self._outer)
 
 
 def ignoring() -> Callable[..., None]:

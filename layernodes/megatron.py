@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
 
 from layernodes._megatron.layer_kinds import kind_of, moe_metadata
 from layernodes._megatron.patches import Builders, Patch, is_patched, schedule_plan_patches
@@ -67,6 +67,14 @@ def get_layer_moe_metadata(layer: Module) -> tuple[bool, int | None]:
     return moe_metadata(layer)
 
 
+class _Installed(NamedTuple):
+    """What an installation answers Megatron-Core of one layer, the same for every microbatch."""
+
+    plan: LayerPlan
+    forward_funcs: ForwardFuncs
+    metadata: tuple[bool, int | None]
+
+
 @final
 class Installation:
     """Puts our nodes under Megatron-Core's own schedule plan while active; ``install()`` makes one.
@@ -79,7 +87,7 @@ class Installation:
 
     def __init__(self, build: Callable[[Module], LayerPlan] = LayerPlan.build) -> None:
         self._build_plan = build
-        self._plans: dict[tuple[Module, bool], LayerPlan] = {}
+        self._plans: dict[tuple[Module, bool], _Installed] = {}
         self._saved: list[Patch] = []
         self._pending: dict[int, StoreHook] = {}
 
@@ -103,7 +111,7 @@ class Installation:
             build_transformer_layer_callables=self._build,
             build_mtp_layer_callables=self._build,
             build_layer_callables=self._build,
-            get_layer_moe_metadata=get_layer_moe_metadata,
+            get_layer_moe_metadata=lambda layer: self._installed(layer).metadata,
         )
         for patch in schedule_plan_patches(builders):
             self._saved.append(Patch(patch.owner, patch.name, patch.owner.__dict__[patch.name]))
@@ -131,7 +139,7 @@ class Installation:
         pending = [
             f"layer {getattr(plan.layer, 'layer_number', '?')} {slot} ({', '.join(wgrad_names(plan.layer, node))})"
             for hook in self._pending.values()
-            for plan in self._plans.values()
+            for plan in (installed.plan for installed in self._plans.values())
             for slot, node in plan.nodes.items()
             if node is hook.node
         ]
@@ -151,16 +159,21 @@ class Installation:
             self._restore()
 
     def _build(self, layer: Module) -> tuple[ForwardFuncs, dict[str, Any]]:
-        key = layer, delays_wgrads(layer)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._build_plan(layer)
-        forward_funcs, backward_dw = plan.callables()
+        installed = self._installed(layer)
+        backward_dw = installed.plan.backward_dw
         for hooks in backward_dw.values():
             for hook in hooks if isinstance(hooks, list) else [hooks]:
                 if isinstance(hook, StoreHook):
                     hook.watch(self._pending)
-        return forward_funcs, backward_dw
+        return installed.forward_funcs, backward_dw
+
+    def _installed(self, layer: Module) -> _Installed:
+        key = layer, delays_wgrads(layer)
+        installed = self._plans.get(key)
+        if installed is None:
+            plan = self._build_plan(layer)
+            installed = self._plans[key] = _Installed(plan, plan.forward_funcs, moe_metadata(layer))
+        return installed
 
 
 def install(build: Callable[[Module], LayerPlan] | None = None) -> Installation:

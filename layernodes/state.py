@@ -124,13 +124,13 @@ class Handoffs:
         """Names written and not yet taken."""
         return tuple(self._values)
 
-    def is_pending(self, name: str) -> bool:
-        """Whether ``name`` is written and not yet taken."""
-        return name in self._values
+    def untaken(self, names: Iterable[str]) -> list[str]:
+        """Those of ``names`` that are written and not yet taken."""
+        return [name for name in names if name in self._values]
 
-    def was_written(self, name: str) -> bool:
-        """Whether ``name`` was ever written, taken since or not."""
-        return name in self._values or name in self._spent
+    def unwritten(self, names: Iterable[str]) -> list[str]:
+        """Those of ``names`` that were never written, taken since or not."""
+        return [name for name in names if name not in self._values and name not in self._spent]
 
 
 def handoffs_of(state: object) -> Handoffs:

@@ -23,7 +23,7 @@ def test_written_once_and_taken_once() -> None:
     assert handoffs.pending() == ("x",)
     assert handoffs.take("x") is value
     assert handoffs.pending() == ()
-    assert handoffs.was_written("x")
+    assert handoffs.unwritten(["x"]) == []
     with pytest.raises(NodeStateError, match=r"'x' has already been taken; each is taken once .*nothing"):
         handoffs.take("x")
     with pytest.raises(NodeStateError, match="'x' is written a second time for this layer and microbatch"):
@@ -38,7 +38,7 @@ def test_taking_early_says_what_waits() -> None:
         NodeStateError, match=r"'x' has not been written yet; run the slot .*\(waiting to be taken: \['a'\]"
     ):
         handoffs.take("x")
-    assert not handoffs.was_written("x")
+    assert handoffs.unwritten(["x"]) == ["x"]
 
 
 def test_none_is_a_value() -> None:

@@ -153,7 +153,8 @@ class LayerParts:
             output = self._post_process(layer_pass, output, shared_expert_output)
             layer = layer_pass.layer
             output = layer._maybe_reflatten_from_moe(output, layer_pass.packed_seq_params, layer_pass.unflatten_mbs)
-            layer.recompute_pre_mlp_layernorm = False  # hangs on the experts' output already
+            if layer.recompute_pre_mlp_layernorm:
+                layer.recompute_pre_mlp_layernorm = False  # hangs on the experts' output already
             output = layer._forward_post_mlp((output, None), residual)
             return self._end(ctx, layer_pass, output)
 

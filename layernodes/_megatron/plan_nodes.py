@@ -8,23 +8,28 @@ differ in:
 - a parameter that several nodes use gets one gradient a microbatch (``SharedParameters``);
 - forward runs under the autocast that the plan was built under: Megatron-Core's combined step leaves it before it runs
   the plan, while its plain step runs forward, and no backward, under it;
-- pre-process ends the decoder's call where the chunk has no decoder layer, and post-process leaves its norm to it.
+- pre-process ends the decoder's call where the chunk has no decoder layer, and post-process leaves its norm to it;
+- what a slot costs the host: no generator as context manager, no type of ``typing`` asked, no weak reference resolved
+  and no view made viewless on the way from one slot to the next, where nobody asks for it.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import torch
 from megatron.core.models.common.utils import PostProcessNode, PreProcessNode, TransformerLayerNode
+from megatron.core.pipeline_parallel.utils import make_viewless
 from megatron.core.transformer.module import float16_to_fp32
+from megatron.core.utils import nvtx_range_pop, nvtx_range_push
 from torch import Tensor
-from torch.autograd import Variable
 
 from layernodes._megatron.chunk_ends import post_process, pre_process
 from layernodes._megatron.shared_parameters import StandIns, shared_gradients_of, shared_parameters_of
 from layernodes._megatron.streams import current_lane
+from layernodes.autograd import accumulate, leaf_of, roots_among
 from layernodes.release import release_inputs
 from layernodes.stand_in import Site
 from layernodes.state import carried
@@ -32,6 +37,8 @@ from layernodes.streams import autocasts
 
 _LATE: Final = "layernodes_late_stand_ins"
 _AUTOCASTS: Final = "layernodes_autocasts"
+_INNER: Final = ("pre_dispatch_computation", "moe_dispatch")
+"""Slots whose output never leaves their layer."""
 
 
 class _PlanNode:
@@ -41,32 +48,69 @@ class _PlanNode:
     _stand_ins: StandIns | None = None
     _deferred: frozenset[int] = frozenset()
     _is_drained = True
+    name: str
+    stream: Any
+    event: Any
     layer_state: Any
     chunk_state: Any
+    forward_impl: Callable[..., Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._autocasts = carried(self.chunk_state, _AUTOCASTS, autocasts)  # looked for once a microbatch
 
+    def _forward(self, *inputs: Any) -> Any:
+        self.output = self._on_stream("forward", self._run_forward, inputs)
+        return self.output
+
+    def _backward(self, *output_grad: Any) -> Any:
+        outputs = self.output if isinstance(self.output, tuple) else (self.output,)
+        used = self._on_stream("backward", self._run_backward, (outputs, output_grad))
+        for gradient in used:  # it may come from another stream
+            if gradient is not None:
+                gradient.record_stream(self.stream)
+        gradients = tuple(None if leaf is None else leaf.grad for leaf in self.inputs)
+        self._release_state()  # type: ignore[attr-defined]  # Megatron-Core's
+        return gradients[0] if len(gradients) == 1 else gradients
+
+    def _on_stream(self, phase: str, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Run on the slot's stream, after what the event has recorded, and record it."""
+        stream = self.stream() if callable(self.stream) else self.stream
+        self.stream = stream
+        text = f"{self.name} {phase}"
+        self.event.wait(stream)
+        nvtx_range_push(text)
+        try:
+            with torch.cuda.stream(stream):
+                return run(*arguments)
+        finally:
+            nvtx_range_pop(text)
+            self.event.record(stream)
+
+    def _run_forward(self, *inputs: Any) -> Any:
+        self.inputs = [None if value is None else leaf_of(value) for value in inputs]
+        sites = self._shared_sites()
+        if not (sites or self._autocasts):
+            return self.forward_impl(*self.inputs)
+        with self._contexts(sites):
+            return self.forward_impl(*self.inputs)
+
+    def _shared_sites(self) -> tuple[Site, ...]:
+        """Where the slot holds parameters that other slots use too."""
+        raise NotImplementedError
+
+    def _run_backward(self, outputs: tuple[Any, ...], output_grad: tuple[Any, ...]) -> tuple[Any, ...]:
+        return self.default_backward_func(outputs, output_grad)
+
     def default_backward_func(self, outputs: tuple[Any, ...], output_grad: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run autograd from ``outputs``; the gradients of the inputs and parameters accumulate."""
-        pairs = [
-            (output, gradient)
-            for output, gradient in zip(outputs, output_grad, strict=True)
-            if isinstance(output, Tensor) and output.requires_grad and gradient is not None
-        ]
-        if pairs:
+        roots, root_gradients = roots_among(outputs, output_grad)
+        if roots:
             if self._stand_ins is not None:
-                pairs += self._stand_ins.seeds(self._deferred)
-            Variable._execution_engine.run_backward(
-                tensors=tuple(output for output, _ in pairs),
-                grad_tensors=tuple(gradient for _, gradient in pairs),
-                keep_graph=False,
-                create_graph=False,
-                inputs=(),
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
+                for stand_in, total in self._stand_ins.seeds(self._deferred):
+                    roots.append(stand_in)
+                    root_gradients.append(total)
+            accumulate(roots, root_gradients)
         if self._stand_ins is not None:
             self._stand_ins.collect(later=self._deferred)
             if not self._deferred:
@@ -76,17 +120,15 @@ class _PlanNode:
                 self._stand_ins = None
         return output_grad
 
-    def _contexts(self, chunk_state: Any, sites: tuple[Site, ...]) -> AbstractContextManager[Any]:
-        """What forward runs under."""
-        stands_in = bool(sites) and torch.is_grad_enabled()
-        if not (stands_in or self._autocasts):
-            return nullcontext()
-        stack = ExitStack()
-        for kind, dtype in self._autocasts:
-            stack.enter_context(torch.autocast(kind, dtype=dtype))
-        if stands_in:
-            self._stand_ins = stack.enter_context(shared_gradients_of(chunk_state).standing_in(sites))
-        return stack
+    @contextmanager
+    def _contexts(self, sites: tuple[Site, ...]) -> Iterator[None]:
+        """What forward runs under, where it is anything."""
+        with ExitStack() as stack:
+            for kind, dtype in self._autocasts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            if sites and torch.is_grad_enabled():
+                self._stand_ins = stack.enter_context(shared_gradients_of(self.chunk_state).standing_in(sites))
+            yield
 
 
 class ProvingLayerNode(_PlanNode, TransformerLayerNode):  # type: ignore[misc]  # Megatron-Core has no type information
@@ -114,43 +156,54 @@ class ProvingLayerNode(_PlanNode, TransformerLayerNode):  # type: ignore[misc]  
             for stand_ins in self.layer_state.__dict__.pop(_LATE, ()):
                 stand_ins.collect()
 
+    def detach(self, t: Tensor) -> Tensor:
+        """Cut ``t`` from the graph; backward hands the gradient of what is returned to ``t``."""
+        detached: Tensor = leaf_of(t)
+        self.before_detached += (t,)
+        self.detached += (detached,)
+        return detached
+
     @staticmethod
     def _resolve_free_input(*_: Any) -> bool:
-        return False  # never by name: see _forward
+        return False  # never by name: see _run_forward
 
-    def _forward(self, *inputs: Any) -> Any:
-        with self._contexts(self.chunk_state, self._sites):
-            output = super()._forward(*inputs)
+    def _run_forward(self, *inputs: Any) -> Any:
+        output = super()._run_forward(*inputs)
+        if self.name not in _INNER and isinstance(output, Tensor):
+            output = make_viewless(output)  # it may be the chunk's output, which a pipeline empties once it is sent
         frees_input = getattr(self.submodule, "frees_input", None)
         if frees_input is not None and frees_input():
             release_inputs(inputs, self.inputs, current_lane(inputs[0]))
         return output
 
+    def _run_backward(self, outputs: tuple[Any, ...], output_grad: tuple[Any, ...]) -> tuple[Any, ...]:
+        gradients = output_grad + tuple(cut.grad for cut in self.detached)
+        return self.default_backward_func(outputs + self.before_detached, gradients)
+
+    def _shared_sites(self) -> tuple[Site, ...]:
+        return self._sites
+
 
 class ChunkPreProcessNode(_PlanNode, PreProcessNode):  # type: ignore[misc]  # Megatron-Core has no type information
     """The chunk's pre-process."""
 
-    def _forward(self, *inputs: Any) -> Any:
-        sites = shared_parameters_of(self.chunk_state).pre_process
-        with self._contexts(self.chunk_state, sites):
-            return super()._forward(*inputs)
+    def _shared_sites(self) -> tuple[Site, ...]:
+        return shared_parameters_of(self.chunk_state).pre_process
 
     def forward_impl(self) -> Tensor:
         """Embed, or take what the pipeline received, and set up what the layers read."""
-        return pre_process(
-            self.model, self.chunk_state, None if self.model.pre_process else self.model.decoder.input_tensor
-        )
+        received = None if self.model.pre_process else self.model.decoder.input_tensor
+        hidden: Tensor = make_viewless(pre_process(self.model, self.chunk_state, received))
+        return hidden
 
 
 class ChunkPostProcessNode(_PlanNode, PostProcessNode):  # type: ignore[misc]  # Megatron-Core has no type information
     """The chunk's post-process: logits or loss."""
 
-    def _forward(self, *inputs: Any) -> Any:
-        sites = shared_parameters_of(self.chunk_state).post_process
-        with self._contexts(self.chunk_state, sites):
-            return super()._forward(*inputs)
+    def _shared_sites(self) -> tuple[Site, ...]:
+        return shared_parameters_of(self.chunk_state).post_process
 
     def forward_impl(self, hidden_states: Tensor) -> Tensor:
         """Run the chunk's tail; Megatron-Core's combined 1F1B expects an fp32 loss."""
-        loss: Tensor = float16_to_fp32(post_process(self.model, self.chunk_state, hidden_states))
+        loss: Tensor = make_viewless(float16_to_fp32(post_process(self.model, self.chunk_state, hidden_states)))
         return loss

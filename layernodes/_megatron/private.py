@@ -9,6 +9,7 @@ enough.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,7 +58,7 @@ class PrivateAllGatherDispatcher(MoEAllGatherTokenDispatcher):  # type: ignore[m
 def private_layer(layer: TransformerLayer) -> TransformerLayer:
     """A view of a transformer layer for one microbatch; its MoE layer, if any, is replaced by ``private_moe``."""
     attention = layer.self_attention
-    if getattr(attention, "qkv_up_checkpoint", attention) is not attention:
+    if "qkv_up_checkpoint" in attention.__dict__:
         return view_of(layer, self_attention=view_of(attention))
     return view_of(layer)
 
@@ -72,7 +73,7 @@ def private_moe(moe: MoELayer) -> MoELayer:
         shared_experts = submodules["shared_experts"] = view_of(shared_experts)
     view = view_of(moe, **submodules)
     training = moe.__dict__.get("_training_token_dispatcher", moe.token_dispatcher)
-    view.token_dispatcher = private_dispatcher(training, shared_experts)
+    view.__dict__["token_dispatcher"] = private_dispatcher(training, shared_experts)
     if moe.config.cuda_graph_impl == "transformer_engine":
         view.cudagraph_tensor_store = type(moe.cudagraph_tensor_store)()
     return view
@@ -142,5 +143,12 @@ def private_tensors(view: Any) -> Iterator[Tensor]:
 def _detach_attributes(holder: Any) -> None:
     attributes = holder.__dict__
     for name, value in attributes.items():
-        if isinstance(value, Tensor) and value.requires_grad:
+        kind: type = type(value)
+        if _is_tensor(kind) and value.requires_grad:
             attributes[name] = value.detach()
+
+
+@functools.cache
+def _is_tensor(kind: type) -> bool:
+    """``isinstance(value, Tensor)`` by the value's class: torch's own answer to it is slow for what is none."""
+    return issubclass(kind, Tensor)

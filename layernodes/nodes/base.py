@@ -156,17 +156,7 @@ class ScheduleNode(ABC):
             raise NodeStateError(
                 f"{type(self).__name__} writes {name!r} as {type(value).__name__}, declared as {spelling(declared)}"
             )
-        caller = ctx.outer if isinstance(ctx, FusedContext) else ctx
-        if isinstance(value, Tensor) and caller_frees_input(caller) and not self.keeps_input():
-            value = own(value)  # it may be an input, whose storage the caller will free
-        if isinstance(ctx, FusedContext) and name in ctx.internal:
-            pass  # a cut would lose its gradient: both sides go backward at once
-        elif isinstance(value, Tensor) and value.requires_grad:
-            original, value = value, ctx.detach(value)
-            note_written(ctx, name, original, value)
-        elif isinstance(value, Tensor):
-            value = value.detach()  # a tensor of its own, so that counting holders sees that its storage is in use
-        handoffs_of(ctx.layer_state).write(name, value)
+        handoffs_of(ctx.layer_state).write(name, self._cut(ctx, name, value) if isinstance(value, Tensor) else value)
 
     @final
     def take(self, ctx: NodeContext, name: str) -> object:
@@ -201,10 +191,8 @@ class ScheduleNode(ABC):
         else:
             outputs = self.forward(ctx, *inputs)
         if not isinstance(outputs, Tensor | tuple):
-            raise NodeStateError(
-                f"{type(self).__name__}.forward returned {'None' if outputs is None else type(outputs).__name__}; "
-                f"return a tensor, or a tuple of tensors"
-            )
+            found = "None" if outputs is None else type(outputs).__name__
+            raise NodeStateError(f"{type(self).__name__}.forward returned {found}; return a tensor or a tuple of them")
         if self._reads or self._writes:
             self._check_handoffs(ctx)
         return owned(outputs) if caller_frees_output(ctx) else outputs
@@ -258,6 +246,19 @@ class ScheduleNode(ABC):
     def _stored_parameters(self) -> list[Parameter]:
         return [current for site in self._wgrad_sites if (current := site.current) is not None]
 
+    def _cut(self, ctx: NodeContext, name: str, value: Tensor) -> Tensor:
+        """What is handed over in the place of a tensor."""
+        caller = ctx.outer if isinstance(ctx, FusedContext) else ctx
+        if caller_frees_input(caller) and not self.keeps_input():
+            value = own(value)  # it may be an input, whose storage the caller will free
+        if isinstance(ctx, FusedContext) and name in ctx.internal:
+            return value  # a cut would lose its gradient: both sides go backward at once
+        if not value.requires_grad:
+            return value.detach()  # a tensor of its own, so that counting holders sees that its storage is in use
+        detached = ctx.detach(value)
+        note_written(ctx, name, value, detached)
+        return detached
+
     def _run(self, ctx: NodeContext, inputs: tuple[Tensor, ...], *, is_audited: bool) -> Tensor | tuple[Tensor, ...]:
         forward = on_copies(self.forward) if caller_frees_input(ctx) and self.keeps_input() else self.forward
         if is_audited:
@@ -287,8 +288,8 @@ class ScheduleNode(ABC):
 
     def _check_handoffs(self, ctx: NodeContext) -> None:
         handoffs = handoffs_of(ctx.layer_state)
-        untaken = [name for name in self._reads if handoffs.is_pending(name)]
-        unwritten = [name for name in self._writes if not handoffs.was_written(name)]
+        untaken = handoffs.untaken(self._reads)
+        unwritten = handoffs.unwritten(self._writes)
         if untaken or unwritten:
             found = "left untaken" if untaken else "not written"
             raise NodeStateError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from layernodes._megatron.caller import caller_frees_input, caller_frees_output
 from layernodes.nodes import ScheduleNode
@@ -72,7 +72,11 @@ class _Fused:
         written = {name for node in nodes for name in node._writes}
         self._nodes = nodes
         self._internal = frozenset(name for node in nodes for name in node._reads if name in written)
-        self.wgrad_parameters = [p for node in nodes for p in node.wgrad_parameters]
+
+    @property
+    def wgrad_parameters(self) -> list[Parameter]:
+        """The parameters whose gradients come with ``W``, as of now."""
+        return [parameter for node in self._nodes for parameter in node.wgrad_parameters]
 
     def __call__(self, ctx: Any, *inputs: Any) -> Any:
         if caller_frees_input(ctx) and any(node.keeps_input() for node in self._nodes):

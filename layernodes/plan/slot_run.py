@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from layernodes._megatron.shared_parameters import SharedGradients, StandIns
+from layernodes.autograd import accumulate, leaf_of, roots_among
 from layernodes.errors import NodeStateError
 from layernodes.lane import Lane
 from layernodes.nodes import WgradHook
@@ -93,7 +93,7 @@ class SlotRun:
         assert run_node is not None
         if lane is not None:
             lane.uses(previous)
-        inner = (_leaf(previous[0]),) if len(previous) == 1 else tuple(map(_leaf, previous))
+        inner = (leaf_of(previous[0]),) if len(previous) == 1 else tuple(map(leaf_of, previous))
         self._inputs = inner
         sites = place.sites
         if place.precision is not None or (sites and torch.is_grad_enabled()):
@@ -124,12 +124,7 @@ class SlotRun:
         outputs = self._outputs
         if outputs is None:
             raise NodeStateError("backward of a slot whose forward has not run; run its F step first")
-        roots: list[Tensor] = []
-        root_gradients: list[Tensor] = []
-        for output, gradient in zip(outputs, gradients, strict=True):
-            if gradient is not None and isinstance(output, Tensor) and output.requires_grad:
-                roots.append(output)
-                root_gradients.append(gradient)
+        roots, root_gradients = roots_among(outputs, gradients)
         if self._cuts is not None:
             for original, detached in self._cuts:
                 if detached.grad is not None:
@@ -148,10 +143,7 @@ class SlotRun:
         inputs, stand_ins = self._inputs, self._stand_ins
         self.close()
         if roots:
-            # keep_graph and create_graph off, no inputs: gradients accumulate in the leaves.
-            _run_backward(
-                tuple(roots), tuple(root_gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
+            accumulate(roots, root_gradients)
         if stand_ins is not None:
             deferred = self._place.deferred  # their gradients are still to come
             stand_ins.collect(later=deferred)
@@ -182,18 +174,6 @@ class SlotRun:
         self._outputs = None
         self._cuts = None
         self._stand_ins = None
-
-
-_run_backward = Variable._execution_engine.run_backward
-
-
-def _leaf(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    leaf = value.detach()
-    if value.requires_grad:
-        leaf.requires_grad_(True)
-    return leaf
 
 
 def _gradient_of(value: Any) -> Tensor | None:

@@ -55,6 +55,7 @@ def test_every_forward(way: Way) -> None:
     assert plain.difference(train(case, way, 2)) is None
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # the embedding's inputs are whole numbers
 def test_the_runner_of_a_plan() -> None:
     """A plan runs forward under the autocast that it was built under, and no backward; other plans under none."""
     case = Case(name="by hand", layers="D", ddp=None)

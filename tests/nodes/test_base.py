@@ -265,12 +265,12 @@ class TestUndeclaredTensors:
 
     def test_a_forgotten_return(self) -> None:
         """The node that returned nothing is named, not the next one."""
-        with pytest.raises(NodeStateError, match="First.forward returned None; return a tensor, or a tuple of"):
+        with pytest.raises(NodeStateError, match="First.forward returned None; return a tensor or a tuple of"):
             self._run(lambda node, ctx, x: None, lambda node, ctx, x: x * 1.0)
 
     def test_a_list_is_no_tuple(self) -> None:
         """Its tensors would not be seen, and get no gradient."""
-        with pytest.raises(NodeStateError, match="First.forward returned list; return a tensor, or a tuple of"):
+        with pytest.raises(NodeStateError, match="First.forward returned list; return a tensor or a tuple of"):
             self._run(lambda node, ctx, x: [x * 1.0], lambda node, ctx, x: x)
 
     def test_through_the_layer_state(self) -> None:
