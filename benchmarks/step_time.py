@@ -4,6 +4,8 @@ One step is the forward and the backward of every microbatch, one after the othe
 compared is what each way of running costs beside the model's own work:
 
     plain          model(...), loss.backward()
+    cuts           plain, and four times a layer one leaf and one call of autograd's engine on a tiny tensor: the least
+                   that cutting a layer into slots takes, whoever does it
     megatron       Megatron-Core's schedule plan on its own callables, built for each microbatch
     install        the same plan on our nodes, put in place beforehand
     runner         a serial schedule on inline streams
@@ -19,11 +21,14 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 import layernodes
 from benchmarks._measure import alternate, keep_freed_memory, on_ranks, show, table
@@ -67,6 +72,8 @@ def measure(settings: DemoSettings, world: World, repetitions: int) -> dict[str,
     installation = layernodes.install()
     plans = partial(serial_plans, model, batches, gradients)
     runs: dict[str, Callable[[], object]] = {"plain": partial(plain, model, batches, gradients)}
+    runs["cuts"] = runs["plain"]
+    cuts: list[RemovableHandle] = []
     if world.num_ranks > 1:
         runs["megatron"] = plans
     runs["install"] = plans
@@ -78,6 +85,10 @@ def measure(settings: DemoSettings, world: World, repetitions: int) -> dict[str,
                 plans()
         elif installation.active:
             installation.stop()
+        if name == "cuts":
+            cuts.extend(_cut(model))
+        while name != "cuts" and cuts:
+            cuts.pop().remove()
         model.zero_grad()
         seed_everything(settings.seed)  # so that tokens travel alike in all of them
         dist.barrier()
@@ -96,6 +107,23 @@ def measure(settings: DemoSettings, world: World, repetitions: int) -> dict[str,
         "over_plain": {name: found.median / base.median - 1 for name, found in times.items()},
         "processor_over_plain": {name: found.processor / base.processor - 1 for name, found in times.items()},
     }
+
+
+def _cut(model: Any) -> Iterator[RemovableHandle]:
+    """Four cuts a layer, spread over it as slots are, so that each finds the caches as a slot does."""
+    tiny = torch.ones(1)
+
+    def cut(*_: object) -> None:
+        with torch.enable_grad():
+            leaf = tiny.detach().requires_grad_(True)
+            output = leaf * 2.0
+        Variable._execution_engine.run_backward(
+            (output,), (tiny,), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+
+    for layer in model.decoder.layers:
+        for module in (layer.input_layernorm, layer.pre_mlp_layernorm, layer.mlp.router, layer.mlp.experts):
+            yield module.register_forward_pre_hook(cut)
 
 
 def _text(found: Mapping[str, Any]) -> str:

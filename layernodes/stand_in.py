@@ -8,9 +8,10 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from torch import Tensor
-from torch.autograd import Variable
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
+
+from layernodes.autograd import accumulate
 
 PARTS: Final = "layernodes_parts"
 """Where a stand-in keeps its parts, if it does."""
@@ -84,12 +85,4 @@ def _hold(name: str, parameter: Parameter | None, module: Module, *_: object) ->
 
 def deliver(parameter: Tensor, gradient: Tensor) -> None:
     """Accumulate ``gradient`` into a leaf through autograd, so that its hooks fire."""
-    Variable._execution_engine.run_backward(
-        (parameter,),
-        (gradient,),
-        keep_graph=False,
-        create_graph=False,
-        inputs=(),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+    accumulate((parameter,), (gradient,))
