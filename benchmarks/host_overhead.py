@@ -8,7 +8,8 @@ One slot's forward and backward, per microbatch, everything that is built for th
 
 The four alternate in one process; figures are medians over the repetitions. On threads, a slot hands over twice, once a
 step; where nothing else runs, most of a hand-over is the time that a core takes to wake up from its sleep. So that is
-measured twice: as it is, and while processes of the lowest priority keep every core awake.
+measured twice: as it is, and while processes of the lowest priority keep every core awake. Beside it stands a bare
+hand-over: two threads that pass a lock to and fro and do nothing else.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +40,7 @@ from layernodes.demo.settings import DemoSettings
 from layernodes.demo.world import demo_world
 
 NUM_SLOTS = 4
+_BARE = "bare hand-overs"
 
 
 class Freeing(TrivialNode):
@@ -134,6 +137,30 @@ def ours(x: Tensor, gradient: Tensor, num_layers: int, streams: str) -> tuple[Ca
     return lambda: (runner.run(schedule, chunk, [x], [gradient]), None)[1], runner
 
 
+def bare_hand_overs(num_layers: int) -> Callable[[], None]:
+    """As many hand-overs as the slots take on threads, of locks alone."""
+    count = num_layers * NUM_SLOTS
+
+    def run() -> None:
+        there, back = threading.Lock(), threading.Lock()
+        there.acquire()
+        back.acquire()
+
+        def answer() -> None:
+            for _ in range(count):
+                there.acquire()
+                back.release()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        for _ in range(count):
+            there.release()
+            back.acquire()
+        thread.join()
+
+    return run
+
+
 @contextmanager
 def cores_awake() -> Iterator[None]:
     """Keep every core busy at the lowest priority there is, so that whoever wants one finds it awake."""
@@ -172,21 +199,26 @@ def measure(layer: Any, num_layers: int, repetitions: int) -> dict[str, Any]:
         "ours, inline": inline,
         "ours, threads": threads,
     }
-    times = _alternate(runs, num_layers, repetitions)
+    threaded = {"ours, inline": inline, "ours, threads": threads, _BARE: bare_hand_overs(num_layers)}
+    times = _alternate(runs | threaded, num_layers, repetitions)
     with cores_awake():
-        awake = _alternate({name: runs[name] for name in ("ours, inline", "ours, threads")}, num_layers, repetitions)
+        awake = _alternate(threaded, num_layers, repetitions)
     inline_runner.close()
     threads_runner.close()
-    medians = {name: statistics.median(values) for name, values in times.items()}
+    medians = {name: statistics.median(values) for name, values in times.items() if name != _BARE}
     base = medians["floor"]
     return {
         "layers": num_layers,
         "repetitions": repetitions,
         "microseconds_per_slot": medians,
-        "spread": {name: (min(v), max(v)) for name, v in times.items()},
+        "spread": {name: (min(times[name]), max(times[name])) for name in medians},
         "over_floor": {name: value - base for name, value in medians.items() if name != "floor"},
         "share_of_megatron": (medians["ours, inline"] - base) / (medians["megatron"] - base),
         "microseconds_per_hand_over": {"as it is": _hand_over(times), "cores kept awake": _hand_over(awake)},
+        "microseconds_per_bare_hand_over": {
+            "as it is": statistics.median(times[_BARE]) / 2,
+            "cores kept awake": statistics.median(awake[_BARE]) / 2,
+        },
     }
 
 
@@ -225,8 +257,10 @@ def main() -> int:
         low, high = found["spread"][name]
         print(f"{name:16}{median:12.1f}{found['over_floor'].get(name, 0.0):12.1f}{low:12.1f} .. {high:9.1f}")
     print(f"ours over Megatron-Core's overhead: {found['share_of_megatron']:.2f}")
-    hand_over = found["microseconds_per_hand_over"]
-    print("us / hand-over between threads: " + ", ".join(f"{value:.1f} {name}" for name, value in hand_over.items()))
+    for of in ("hand_over", "bare_hand_over"):
+        hand_overs = found[f"microseconds_per_{of}"]
+        text = ", ".join(f"{value:.1f} {name}" for name, value in hand_overs.items())
+        print(f"us / {of.replace('_', ' ')} between threads: {text}")
     return 0
 
 
