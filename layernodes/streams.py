@@ -6,7 +6,6 @@ done too. The three backends give that the same meaning:
     inline     one task after the other, in the order of the whole
     threads    the caller runs the compute lane, a thread of the run's own the communication lane
     device     one host thread launches all tasks in order on two accelerator streams, with events between them
-    device     one host thread launches all tasks in order on two accelerator streams, with events between them
                (``device_streams``)
 """
 

@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 import torch
 
-from layernodes import Runner, Schedule, Step, schedules
+from layernodes import ChunkPlan, Runner, Schedule, Step, schedules
 from layernodes.plan.generators import backward_steps, forward_steps
 from layernodes.plan.shape import ChunkShape
 from tests.support.compare import Snapshot
@@ -88,6 +88,17 @@ def test_per_step_is_the_same_slot_by_slot(bench: Bench, streams: str) -> None:
     backward = bench.run(_order(shape, "F0F1B1B0"), rng="per_step", streams=streams)
     # Of two microbatches gradients add to the same sum in either order.
     assert _differing(serial, backward) == []
+
+
+def test_a_plan_built_in_evaluation_trains_alike(bench: Bench) -> None:
+    """What draws random numbers does so in the schedule's order, whatever mode the model was in when it was planned."""
+    bench.model.eval()
+    try:
+        chunk = ChunkPlan.build(bench.model)
+    finally:
+        bench.model.train()
+    serial = bench.run(_order(chunk.shape, "F0B0F1B1"), rng="per_step")
+    assert _differing(serial, bench.run(_slot_by_slot(chunk.shape), rng="per_step", chunk=chunk)) == []
 
 
 def test_per_step_draws_anew_for_each_microbatch_and_run(bench: Bench) -> None:
