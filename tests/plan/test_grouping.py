@@ -18,6 +18,7 @@ from layernodes import (
     LayerPlan,
     LayerRegistry,
     MixerNode,
+    MTPPostNode,
     NodeContext,
     PlanError,
     ScheduleNode,
@@ -138,6 +139,14 @@ def test_two_moe_layers_in_one_mtp_stack_are_refused() -> None:
     with pytest.raises(UnsupportedLayerError, match="with 2 MoE layers in its stack") as raised:
         ChunkPlan.build(make_model(hybrid_cell("*", mtp=1, mtp_pattern="EE")))
     assert (raised.value.field, raised.value.value) == ("mtp_layer_pattern", "EE")
+
+
+@pytest.mark.parametrize("slot, wanted", [(Slot.MTP_POST_PROCESS, "Slot.MTP_POST_PROCESS"), ("mlpx", "the key 'mlpx'")])
+def test_nodes_that_no_layer_of_an_mtp_stack_has_are_refused(slot: Any, wanted: str) -> None:
+    """They were built into nothing, without a word."""
+    layer = make_model(hybrid_cell("*", mtp=1)).mtp.layers[0]
+    with pytest.raises(PlanError, match=wanted):
+        LayerPlan.build(layer, nodes={slot: MTPPostNode})
 
 
 def test_first_and_last_is_one_layer_of_a_group() -> None:
