@@ -141,6 +141,7 @@ class Runner:
         with torch.set_grad_enabled(trains):
             try:
                 check_argument("schedule", schedule, Schedule)
+                check_argument("batches", batches, Sequence, Tensor)
                 _check_loss_grads(loss_grads, batches)
                 compiled = self._programs.of_schedule(
                     schedule, chunk, len(batches), Mode.TRAIN if trains else Mode.FORWARD
@@ -273,6 +274,7 @@ def _check_drained(runs: Sequence[ChunkRun | None]) -> None:
 
 
 def _check_loss_grads(loss_grads: Sequence[Any] | None, batches: Sequence[Any]) -> None:
+    check_argument("loss_grads", loss_grads, Sequence, Tensor, type(None))
     if loss_grads is not None and len(loss_grads) != len(batches):
         raise ScheduleError(f"{len(loss_grads)} loss_grads for {len(batches)} batches; give one for each")
 
