@@ -24,7 +24,7 @@ class DeviceStreams[T: Task]:
     runs ahead at most, since storages that both streams used come back only when the device is done with them.
 
     Args:
-        device: the accelerator; None takes the current one.
+        device: the accelerator; None takes the current one of each run.
 
     Raises:
         NodeStateError: there is no accelerator.
@@ -43,7 +43,10 @@ class DeviceStreams[T: Task]:
         """See ``Streams.run``; spans are measured on the device, and waited for when they are looked at."""
         if len(self._ends) == _RUNS_AHEAD:
             self._ends.popleft().synchronize()
-        streams = (torch.accelerator.current_stream(self._device), self._comm)
+        compute = torch.accelerator.current_stream(self._device)
+        if self._comm.device != compute.device:  # the caller has since gone to another device (``set_device``)
+            self._comm = torch.Stream(device=compute.device)
+        streams = (compute, self._comm)
         on_lane = tuple(DeviceLane(stream) for stream in streams)
         events: list[tuple[torch.Event, torch.Event]] = []
         done: tuple[dict[int, torch.Event], dict[int, torch.Event]] = ({}, {})

@@ -145,15 +145,19 @@ def _backends(devices: Sequence[str]) -> tuple[Feature, ...]:
 def _features(packages: dict[str, str | None], devices: Sequence[str]) -> tuple[Feature, ...]:
     has_te = packages["transformer-engine"] is not None
     has_deepep = importlib.util.find_spec("deep_ep") is not None
-    no_deepep = "deep_ep is not installed" if not has_deepep else "there is no GPU"
+    no_gpu = "there is no GPU"
     has_plot, has_testing = packages["matplotlib"] is not None, packages["hypothesis"] is not None
     rows = (
         ("local layers", packages["megatron-core"] is not None, "on GPUs, and on a CPU inside layernodes.cpu_host()"),
-        ("Transformer Engine layers", has_te and bool(devices), _TE if not has_te else "need a GPU"),
+        ("Transformer Engine layers", has_te and bool(devices), _TE if not has_te else "" if devices else no_gpu),
         ("dispatcher alltoall, allgather", True, "any backend"),
-        ("dispatcher flex (deepep, hybridep)", has_deepep and bool(devices), no_deepep),
+        (
+            "dispatcher flex (deepep, hybridep)",
+            has_deepep and bool(devices),
+            "deep_ep is not installed" if not has_deepep else "" if devices else no_gpu,
+        ),
         ("deferred weight gradients", True, "any linear, with or without Transformer Engine"),
-        ("CUDA graphs", bool(devices), "used where Megatron-Core captures them" if devices else "there is no GPU"),
+        ("CUDA graphs", bool(devices), "used where Megatron-Core captures them" if devices else no_gpu),
         ("fp8", has_te and bool(devices), "needs Transformer Engine and a GPU"),
         ("pictures (layernodes[plot])", has_plot, "" if has_plot else "pip install 'layernodes[plot]'"),
         ("check_node (layernodes[testing])", has_testing, "" if has_testing else "pip install 'layernodes[testing]'"),

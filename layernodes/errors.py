@@ -11,7 +11,17 @@ from dataclasses import dataclass
 
 
 class LayerNodesError(Exception):
-    """Base of all errors raised by layernodes."""
+    """Base of all errors raised by layernodes; each is pickled with its facts, as out of a worker process."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _remade, (type(self), self.args, self.__dict__)
+
+
+def _remade(kind: type[LayerNodesError], arguments: tuple[object, ...], facts: dict[str, object]) -> LayerNodesError:
+    """An error out of a pickle: its constructor wants facts by name, which an exception's own way does not give it."""
+    error = kind.__new__(kind, *arguments)
+    error.__dict__.update(facts)
+    return error
 
 
 class NodeDefinitionError(LayerNodesError, TypeError):

@@ -8,6 +8,7 @@ Contract: ``release_inputs`` empties the storage that a slot's input (``inner``)
     ``inner``        is held by its Python object, and by its accumulation node where it requires grad: 1 or 2
     Python's ``inner`` is referenced by the sequence of the slot's inputs and nothing else: an output that is the input
                      itself, an ``autograd.Function`` that keeps it as an attribute, a node that remembers it
+    Python's ``outer`` the same, where the sequence of outputs is ours: a node or a hook that remembers what it returned
 
 An ``outer`` that is a view has a base, which holds the storage too: 4 then, where that view and nothing else holds the
 base (the result of a ``contiguous()`` seen in another shape, say).
@@ -68,7 +69,8 @@ def may_release(outer: Tensor, inner: Tensor) -> bool:
     """Whether the storage shared by ``outer`` (an output) and ``inner`` (its detached copy) has no other user.
 
     Call it after the forward that consumed ``inner``, while both are alive. What it cannot see is a further reference
-    of Python to the very objects ``outer`` and ``inner``; ``release_inputs`` sees those to ``inner``.
+    of Python to the very objects ``outer`` and ``inner``; ``release_inputs`` sees those to ``inner``, and
+    those to ``outer`` where it owns it.
     """
     if not _has_counters() or outer.data_ptr() != inner.data_ptr():
         return False
@@ -98,16 +100,23 @@ def _references_of_base() -> int:
     return sys.getrefcount(base)
 
 
-def release_inputs(outers: Sequence[object], inners: Sequence[object], lane: Lane | None = None) -> int:
+def release_inputs(
+    outers: Sequence[object], inners: Sequence[object], lane: Lane | None = None, *, owns_outers: bool = False
+) -> int:
     """Empty the storage of each input of a slot where that is proved safe; tells how many were emptied.
 
     Args:
-        outers: the outputs of the slot before. Whoever else refers to these objects must expect them to be emptied.
+        outers: the outputs of the slot before.
         inners: the slot's detached inputs, which share their storages; the only sequence that holds them.
         lane: the lane whose work may still be reading the inputs; None on a CPU.
+        owns_outers: whether ``outers`` alone should hold these objects, so that whoever else does keeps them. Otherwise
+            whoever refers to them, as the variables of Megatron-Core's plan do, must expect them to be emptied.
     """
     num_released = 0
-    for i, outer in enumerate(outers):
+    for i in range(len(outers)):  # no variable holds an output while the references to it are counted
+        if owns_outers and sys.getrefcount(outers[i]) - _LOOKING_AT_ITEM > 1:
+            continue
+        outer = outers[i]
         if isinstance(outer, Tensor) and _may_release_input(outer, inners, i):
             if lane is None:
                 empty_storage(outer)

@@ -39,7 +39,7 @@ from layernodes._megatron.training import (
     schedule_plans_built_by,
 )
 from layernodes.errors import NodeStateError
-from layernodes.plan.arguments import check_argument
+from layernodes.plan.arguments import check_argument, option_of
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import ChunkRun
 from layernodes.plan.grouping import Group
@@ -87,7 +87,7 @@ def schedule(
     Raises:
         UnsupportedLayerError: a model, layer or configuration that is not handled; on entering, with every reason in
             ``violations``.
-        ScheduleError: an unknown name, or, on entering, a schedule that is not valid for chunks that may meet.
+        OptionError, ScheduleError: an unknown name; on entering, a schedule not valid for chunks that may meet.
         NodeStateError: on entering, inside another ``schedule()``.
 
     Example::
@@ -101,7 +101,7 @@ def schedule(
         chunks,
         rule_of(order, WgradMode(wgrad)),
         WgradMode(wgrad),
-        StreamKind(streams),
+        option_of(StreamKind, "streams", streams),
         partial(ChunkPlan.build, nodes=nodes, split_combine=split_combine, wgrad=wgrad, registry=registry, group=group),
         registry or LayerRegistry(),
         layer_hooks,

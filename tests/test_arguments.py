@@ -39,6 +39,8 @@ _CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "Runner": (Runner, ""),
     "run": (lambda value: Runner("inline").run(value, ChunkPlan.of([]), []), "schedule"),
     "run, chunk": (lambda value: Runner("inline").run(_SCHEDULE, value, [1]), "chunk"),
+    "run, batches": (lambda value: Runner("inline").run(Schedule(), ChunkPlan.of([]), value), ""),
+    "run, loss_grads": (lambda value: Runner("inline").run(Schedule(), ChunkPlan.of([]), [], value), ""),
     "run_pair": (lambda value: Runner("inline").run_pair(value, None, None), "schedule"),
     "validate": (lambda value: layernodes.validate(value, _SHAPE), "schedule"),
     "validate, shape": (lambda value: layernodes.validate(_SCHEDULE, value), "shape"),
@@ -72,7 +74,7 @@ _CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
 def test_wrong_arguments_are_typed_errors(call: str, value: Any) -> None:
     """Whatever is given in place of the first argument; a text may also name a file that is not there."""
     function, name = _CALLS[call]
-    if (value is None and call == "LayerPlan.build, nodes") or (value == {} and name == "{}"):
+    if (value is None and call in ("LayerPlan.build, nodes", "run, loss_grads")) or (value == {} and name == "{}"):
         return
     with pytest.raises((LayerNodesError, FileNotFoundError)) as caught:
         function(value)

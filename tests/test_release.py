@@ -237,6 +237,17 @@ def test_keeps_an_input_that_somebody_refers_to() -> None:
     assert release(outer, inner)
 
 
+def test_keeps_an_output_that_somebody_refers_to() -> None:
+    """Where the sequence of outputs should be the only one that holds them; a lone one there is freed."""
+    outers = [_produced()]
+    inner = _cut(outers[0])
+    reference = outers[0]
+    assert release_inputs(outers, inner, owns_outers=True) == 0
+    assert reference.untyped_storage().nbytes() > 0
+    del reference
+    assert release_inputs(outers, inner, owns_outers=True) == 1
+
+
 def test_does_not_touch_tensors_with_storages_of_their_own() -> None:
     """An input that is a copy of the output (made viewless) frees nothing."""
     outer = _produced()

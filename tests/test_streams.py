@@ -295,3 +295,14 @@ def test_the_host_runs_ahead_of_a_device() -> None:
         assert list(spans[0]) == [(0.0, 0.0)] * 2
         assert (len(spans[0]), spans[0][1], spans[0][:1]) == (2, (0.0, 0.0), [(0.0, 0.0)])
         assert StandInEvent.num_awaited == 3
+
+
+def test_both_streams_are_of_the_device_of_the_run() -> None:
+    """A process that makes its runner and then goes to the device of its rank."""
+    with stand_in_device() as device:
+        streams = DeviceStreams[_Task]()
+        device.stream.device = torch.device("cuda:1")
+        used = []
+        streams.run(_tasks((COMPUTE, NO_WAIT), (COMM, 0)), lambda task, lane: used.append(device.stream))
+        assert [stream.device for stream in used] == [torch.device("cuda:1")] * 2
+        assert used[0] is not used[1]

@@ -18,6 +18,7 @@ from layernodes import (
     ArgumentError,
     LayerHooks,
     NodeStateError,
+    OptionError,
     PairSchedule,
     Phase,
     ScheduleError,
@@ -460,6 +461,8 @@ def test_unknown_names() -> None:
         schedule(_model(), "serail")
     with pytest.raises(ScheduleError, match="no pair schedule is called 3; .*give a function"):
         schedule(_model(), 3)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="unknown streams='gpu'; choose one of 'auto', 'cuda', 'threads'"):
+        schedule(_model(), streams="gpu")
 
 
 def test_a_function_that_returns_no_schedule() -> None:

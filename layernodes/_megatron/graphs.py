@@ -11,6 +11,7 @@ from torch import Tensor
 from layernodes._megatron.decoder import layer_arguments
 from layernodes._megatron.layer_pass import LayerPass, Routed
 from layernodes._megatron.private import private_layer, private_moe, seal
+from layernodes.errors import UnsupportedLayerError
 from layernodes.state import NodeContext
 
 _ARGUMENTS: Final = (
@@ -25,7 +26,19 @@ _ARGUMENTS: Final = (
 
 
 def replay(layer: TransformerLayer, ctx: NodeContext, hidden: Tensor) -> tuple[LayerPass, Routed]:
-    """Replay the layer's CUDA graphs up to dispatch, as ``submodule_pre_dispatch_forward`` does."""
+    """Replay the layer's CUDA graphs up to dispatch, as ``submodule_pre_dispatch_forward`` does.
+
+    Raises:
+        UnsupportedLayerError: graphs captured for the plain layer, whose replay runs the rest of it too.
+    """
+    if not layer.config.overlap_moe_expert_parallel_comm:
+        raise UnsupportedLayerError(
+            f"layer {layer.layer_number} has CUDA graphs, and overlap_moe_expert_parallel_comm is off: a replay runs "
+            f"the whole layer in one slot, and the graphs are captured for the plain model's order of microbatches; "
+            f"capture them with the flag on (inside layernodes.megatron.schedule() it is), or capture none",
+            field="overlap_moe_expert_parallel_comm",
+            value=False,
+        )
     arguments = layer_arguments(ctx, hidden)
     if getattr(layer, "backward_dw_wrapper", None) is None:  # nobody defers weight gradients here
         layer.init_backward_dw_wrapper()

@@ -41,7 +41,7 @@ class Generators:
         if tracker.is_initialized():
             make = _device_state if self._has_device else _cpu_state
             states = tracker.get_states()
-            tracker.set_states({name: make(seed_of(f"tracker.{name}")) for name in states})
+            tracker.set_states({name: _put(state, make(seed_of(f"tracker.{name}"))) for name, state in states.items()})
 
     def restore(self, states: Mapping[str, Tensor]) -> None:
         """Put each generator back into the state that ``states()`` found it in."""
@@ -50,7 +50,8 @@ class Generators:
             torch.cuda.set_rng_state(states["device"])
         tracker = get_cuda_rng_tracker()
         if tracker.is_initialized():
-            tracker.set_states({name: states[f"tracker.{name}"] for name in tracker.get_states()})
+            found = tracker.get_states()
+            tracker.set_states({name: _put(state, states[f"tracker.{name}"]) for name, state in found.items()})
 
 
 def _cpu_state(seed: int) -> Tensor:
@@ -59,6 +60,14 @@ def _cpu_state(seed: int) -> Tensor:
 
 def _device_state(seed: int) -> Tensor:
     return torch.Generator(device="cuda").manual_seed(seed).get_state()
+
+
+def _put(state: Tensor | torch.Generator, new: Tensor) -> Tensor | torch.Generator:
+    """What the tracker is to hold in place of ``state``: the same generator, which CUDA graphs know, or new bytes."""
+    if not isinstance(state, torch.Generator):
+        return new
+    state.set_state(new)
+    return state
 
 
 def _bytes(state: Tensor | torch.Generator) -> Tensor:

@@ -82,7 +82,7 @@ def shared_parameters_of(chunk_state: Any) -> SharedParameters:
 def _sites(module: Module) -> Iterator[Site]:
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
-            if parameter is not None and parameter.requires_grad:
+            if parameter is not None:  # frozen ones too: they may be trained later under the same plan
                 yield Site(owner, name, parameter)
 
 

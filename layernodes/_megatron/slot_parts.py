@@ -24,16 +24,19 @@ def slot_modules(parts: LayerParts, slot: Slot) -> tuple[Module, ...]:
 
 
 def slot_touches_rng(parts: LayerParts, slot: Slot) -> bool:
-    """Whether the slot may draw from, fork or restore a generator, forward or backward (a recompute restores it)."""
+    """Whether the slot may draw from, fork or restore a generator, forward or backward (a recompute restores it).
+
+    Whether the layer trains now plays no part: a plan outlives ``train()`` and ``eval()``.
+    """
     config, layer = parts.config, parts.layer
     if slot in (Slot.MOE_DISPATCH, Slot.MTP_POST_PROCESS):
         return False
     if config.recompute_granularity is not None:
         return True
-    hidden_dropout = layer.training and layer.hidden_dropout > 0
+    hidden_dropout = layer.hidden_dropout > 0
     if slot in (Slot.MOE_COMBINE, Slot.POST_COMBINE):
         return bool(hidden_dropout or config.sequence_parallel)
-    attention = slot is Slot.PRE_DISPATCH_COMPUTATION and layer.training
+    attention = slot is Slot.PRE_DISPATCH_COMPUTATION
     drawn = attention and (config.attention_dropout > 0 or any(getattr(config, name, None) for name in _ROUTER_DRAWS))
     return bool(drawn or hidden_dropout or config.sequence_parallel or _has_dropout(slot_modules(parts, slot)))
 

@@ -7,8 +7,10 @@ node's graph, depending on who frees what first. So on a node's first forward th
 
     walk from the outputs and from the tensors handed on, along the graph's edges
     what made an input (fused nodes share a graph)  -> the border, go no further
-    a function made before this forward began      -> reached through an undeclared tensor, unless it is a parameter's
-                                                      cast, which autocast keeps for the next use
+    a function that this forward did not make      -> reached through an undeclared tensor, unless it is a parameter's
+                                                      cast, which autocast keeps for the next use. Each thread numbers
+                                                      the functions that it makes; those of this forward lie between
+                                                      the numbers at its begin and its end
     a leaf that is an input or handoff of another
     slot of this layer and microbatch              -> reached through an undeclared tensor
 """
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 _LEAVES: Final = "layernodes_leaves"
 _RUNNING: Final = "layernodes_audits"
+_RAISED: Final = torch.iinfo(torch.int).max  # what Megatron-Core numbers functions whose backward is to come first
 
 Forward = Callable[..., Tensor | tuple[Tensor, ...]]
 """A node's forward, called with the context and the inputs."""
@@ -139,6 +142,7 @@ class EdgeAudit:
             self._borders.add(tensor.grad_fn)
 
     def _find_foreign(self, start: int) -> tuple[str, str] | None:
+        end = torch._C._autograd._get_sequence_nr()
         seen: set[Node] = set(self._borders)
         for tensor, root in self._roots:
             if tensor.grad_fn is None:
@@ -156,8 +160,9 @@ class EdgeAudit:
                     if self._is_foreign_leaf(leaf):
                         return self._leaves[id(leaf)][1], root
                     continue
-                if function._sequence_nr() < start and not _is_cast_of_leaf(function):
-                    return f"{function.name()}, which was recorded before this slot began", root
+                number = function._sequence_nr()
+                if (number < start or end <= number < _RAISED) and not _is_cast_of_leaf(function):
+                    return f"{function.name()}, which this slot did not record", root
                 pending.extend(edge for edge, _ in function.next_functions if edge is not None)
         return None
 

@@ -49,7 +49,10 @@ class _Member:
 
     def run(self, ctx: NodeContext, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         """Run the node for its own layer: first and last of the decoder is one layer of a group at most."""
-        inner = FusedContext(ctx, frozenset(), is_first=True)
+        if isinstance(ctx, FusedContext):  # the whole group is fused with a slot behind it
+            inner = FusedContext(ctx.outer, ctx.internal, is_first=True)
+        else:
+            inner = FusedContext(ctx, frozenset(), is_first=True)
         inner.is_first_layer = ctx.is_first_layer and self.is_first
         inner.is_last_layer = ctx.is_last_layer and self.is_last
         with nullcontext() if self.precision is None else self.precision():

@@ -1,11 +1,13 @@
-"""Refuses arguments of another type than wanted, in words: what was found, what was wanted, and where to get it."""
+"""Refuses arguments of another type or value than wanted, in words: what was found, what was wanted, and where to get
+it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Final
 
-from layernodes.errors import ArgumentError
+from layernodes.errors import ArgumentError, OptionError
 
 _ADVICE: Final[Mapping[str, str]] = {
     "ChunkPlan": "build one with ChunkPlan.build(model), or ChunkPlan.of([LayerPlan.build(layer), ...])",
@@ -37,3 +39,10 @@ def check_argument(name: str, value: object, *kinds: type) -> None:
             f"{name} is {found[:60]}, where {' or '.join(wanted)} is wanted; "
             + "; or ".join(dict.fromkeys(_ADVICE[kind] for kind in wanted if kind in _ADVICE))
         )
+
+
+def option_of[E: StrEnum](kinds: type[E], name: str, value: str) -> E:
+    """The member of ``kinds`` that the option of this name has as its value; OptionError where there is none such."""
+    if value not in tuple(kinds):
+        raise OptionError(f"unknown {name}={value!r}; choose one of {', '.join(map(repr, map(str, kinds)))}")
+    return kinds(value)

@@ -148,7 +148,8 @@ class ChunkRun:
         if gradient is None:
             outputs = self.output if isinstance(self.output, tuple) else (self.output,)
             self._gradient = tuple(
-                torch.ones_like(t) if isinstance(t, Tensor) and t.is_floating_point() else None for t in outputs
+                torch.ones_like(t) if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) else None
+                for t in outputs
             )
         else:
             self._gradient = gradient if isinstance(gradient, tuple) else (gradient,)

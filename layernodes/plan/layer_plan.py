@@ -125,13 +125,14 @@ class LayerPlan:
         recipe = _Recipe(dict(nodes or {}), split_combine, registry or LayerRegistry())
         registered = recipe.registry.find(layer)
         given = {**registered, **recipe.nodes}
+        for slot in given:
+            if not isinstance(slot, Slot | ExtraSlot):
+                raise PlanError(f"nodes has the key {slot!r}; use a Slot, one of {names_of(Slot)}, or an ExtraSlot")
         kind = LayerKind.OTHER if registered else kind_of(layer, has_nodes=bool(given))
         if kind is LayerKind.MTP_STACK:
             return _build_stack(layer, recipe, WgradMode(wgrad))
         factories: dict[SlotKey, NodeFactory] = {**factories_of(kind, split_combine)}
         for slot, factory in given.items():
-            if not isinstance(slot, Slot | ExtraSlot):
-                raise PlanError(f"nodes has the key {slot!r}; use a Slot, one of {names_of(Slot)}, or an ExtraSlot")
             if kind is not LayerKind.OTHER and isinstance(slot, Slot) and slot not in factories:
                 raise PlanError(
                     f"{type(layer).__name__} ({kind.value}) has no slot {slot.value!r} to put "
@@ -278,6 +279,9 @@ class LayerPlan:
 def _build_stack(layer: Module, recipe: _Recipe, wgrad: WgradMode) -> LayerPlan:
     """The plan of a multi-token-prediction layer over a stack: one logical layer."""
     registry, split_combine = recipe.registry, recipe.split_combine
+    lost = [slot for slot in recipe.nodes if not LayerPlan.has_slot(layer, slot, split_combine, registry)]
+    if lost:
+        raise PlanError(f"nodes names {names_of(lost)}, which no layer in this MTP layer has; leave it out")
     parts = []
     for inner in inner_layers(layer):
         fitting = {

@@ -24,7 +24,6 @@ _COLORS = {"F": "rail_response", "B": "rail_animation", "W": "rail_idle"}
 
 _STREAMS = {thread: stream for stream, thread in _THREADS.items()}
 _PRODUCER = "layernodes"
-_DIGITS = 10
 
 Event = dict[str, object]
 Span = tuple[Step, StreamType, float, float]

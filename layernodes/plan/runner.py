@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Self, final
@@ -23,8 +22,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from layernodes.device_streams import DeviceStreams
-from layernodes.errors import NodeStateError, OptionError, ScheduleError
-from layernodes.plan.arguments import check_argument
+from layernodes.errors import NodeStateError, ScheduleError
+from layernodes.plan.arguments import check_argument, option_of
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import ChunkRun
 from layernodes.plan.collectives import CollectiveWatch
@@ -90,9 +89,9 @@ class Runner:
         layer_hooks: LayerHooks | None = None,
     ) -> None:
         self._streams = (
-            streams if isinstance(streams, Streams) else make_streams(_option(StreamKind, "streams", streams))
+            streams if isinstance(streams, Streams) else make_streams(option_of(StreamKind, "streams", streams))
         )
-        self._rng = _option(RngMode, "rng", rng)
+        self._rng = option_of(RngMode, "rng", rng)
         self._before_step = before_step
         self._after_step = after_step
         self._layer_hooks = layer_hooks
@@ -142,6 +141,7 @@ class Runner:
         with torch.set_grad_enabled(trains):
             try:
                 check_argument("schedule", schedule, Schedule)
+                check_argument("batches", batches, Sequence, Tensor)
                 _check_loss_grads(loss_grads, batches)
                 compiled = self._programs.of_schedule(
                     schedule, chunk, len(batches), Mode.TRAIN if trains else Mode.FORWARD
@@ -273,13 +273,8 @@ def _check_drained(runs: Sequence[ChunkRun | None]) -> None:
         raise NodeStateError(f"the run ended with weight gradients that no W step computed: {'. '.join(pending)}")
 
 
-def _option[E: StrEnum](kinds: type[E], name: str, value: str) -> E:
-    if value not in tuple(kinds):
-        raise OptionError(f"unknown {name}={value!r}; choose one of {', '.join(map(repr, map(str, kinds)))}")
-    return kinds(value)
-
-
 def _check_loss_grads(loss_grads: Sequence[Any] | None, batches: Sequence[Any]) -> None:
+    check_argument("loss_grads", loss_grads, Sequence, Tensor, type(None))
     if loss_grads is not None and len(loss_grads) != len(batches):
         raise ScheduleError(f"{len(loss_grads)} loss_grads for {len(batches)} batches; give one for each")
 

@@ -100,9 +100,10 @@ class SlotRun:
             returned = self._run_in_contexts(run_node, inner, shared)
         else:
             returned = run_node(self, *inner)
-        self._outputs = returned if isinstance(returned, tuple) else (returned,)
+        # A tuple of our own: who keeps the node's keeps what is in it, and release_inputs sees that.
+        self._outputs = (*returned,) if isinstance(returned, tuple) else (returned,)
         if place.frees_input and not keeps_input:
-            release_inputs(previous, inner, lane)
+            release_inputs(previous, inner, lane, owns_outers=True)
         return self._outputs
 
     def _run_in_contexts(self, run_node: Callable[..., Any], inner: Values, shared: SharedGradients) -> Any:

@@ -148,7 +148,7 @@ class Timeline:
 
     @classmethod
     def from_perfetto(cls, path: str | PathLike[str]) -> Self:
-        """Read the trace that ``to_perfetto`` wrote to ``path``; times are rounded to 0.1 ns, and bytes are not in it.
+        """Read the trace that ``to_perfetto`` wrote to ``path``; times count from the first start, bytes are not in it.
 
         Raises:
             ScheduleError: it is no such trace.

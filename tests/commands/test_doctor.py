@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from layernodes import doctor
 from layernodes.cli import main
 from layernodes.doctor import PACKAGES, diagnose, find_problems
 
@@ -43,3 +44,12 @@ def test_problems() -> None:
         (problem,) = find_problems({**good, "megatron-core": wrong}, (3, 13))
         assert f"megatron-core {wrong} is not supported" in problem
     assert find_problems({**good, "megatron-core": "0.19.3+local"}, (3, 13)) == []
+
+
+def test_what_is_usable_is_not_explained_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with a GPU and everything installed, no line says that there is none."""
+    everything = {**dict.fromkeys(PACKAGES, "1.0"), "megatron-core": "0.19.2"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    features = doctor._features(everything, ["a GPU"])
+    assert all(feature.usable for feature in features)
+    assert not [feature for feature in features if "no GPU" in feature.reason or "not installed" in feature.reason]

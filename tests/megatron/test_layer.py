@@ -21,7 +21,7 @@ from megatron.core.typed_torch import apply_module
 from torch import Tensor, nn
 
 import layernodes
-from layernodes import LayerPlan
+from layernodes import LayerPlan, UnsupportedLayerError
 from tests.support.build import make_microbatches, make_model
 from tests.support.compare import run_cell
 from tests.support.configs import Cell, by_name
@@ -144,6 +144,16 @@ class TestCudaGraphs:
             run.forward(torch.randn(6, 2, 32, requires_grad=True))
             run.backward(torch.randn(6, 2, 32))
             assert layer.cuda_graphs[0].num_wgrads == count
+
+    def test_graphs_of_the_plain_layer_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Megatron-Core's replay runs the experts too where its flag is off, and returns something else."""
+        monkeypatch.setattr(GraphableMegatronModule, "_te_cuda_graph_replay", _captured)
+        layer = _graphed_layer(replace(by_name("alltoall-moe-ep1"), position="none"), _ATTENTION)
+        layer.config.overlap_moe_expert_parallel_comm = False
+        with pytest.raises(UnsupportedLayerError, match="or capture none") as caught:
+            SlotRun(LayerPlan.build(layer)).forward(torch.randn(6, 2, 32))
+        assert caught.value.field == "overlap_moe_expert_parallel_comm"
+        assert layer.replays == []
 
     def test_without_graphs_nothing_is_replayed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A layer whose list of graphs is empty (warm-up) runs eagerly."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from layernodes import (
+    ChunkPlan,
     CombineNode,
     DispatchNode,
     ExpertNode,
@@ -21,9 +22,12 @@ from layernodes import (
     NodeDefinitionError,
     NodeStateError,
     PreDispatchNode,
+    Runner,
     ScheduleNode,
     Slot,
+    StepError,
     StreamType,
+    schedules,
 )
 from layernodes.state import HandoffMap, NodeContext, handoffs_of
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
@@ -315,6 +319,22 @@ class TestUndeclaredTensors:
         count = forward
         with pytest.raises(NodeStateError, match=r"Second.forward used a tensor that requires grad and is neither"):
             SlotRun(plan).forward(torch.ones(2, requires_grad=True) * 1.0)
+
+    @pytest.mark.parametrize("streams", ["inline", "threads"])
+    def test_from_the_other_thread(self, streams: str) -> None:
+        """A thread numbers the functions that it records by itself: a new one's numbers are below all others."""
+        kept: list[Tensor] = []
+        linear = nn.Linear(2, 2)
+
+        def leave(node: Any, ctx: Any, x: Tensor) -> Tensor:
+            kept.append(linear(x).exp())
+            return kept[0] * 5
+
+        send = _define("Send", slot=D, stream=StreamType.COMM, forward=lambda node, ctx, x: x + kept[0])
+        nodes = {P: _node("First", P, leave), D: lambda _: send()}
+        chunk = ChunkPlan.of([LayerPlan.build(linear, nodes=nodes)])
+        with Runner(streams) as runner, pytest.raises(StepError, match="F0.L0.moe_dispatch raised NodeStateError.*Exp"):
+            runner.run(schedules.serial(chunk.shape, 1), chunk, [torch.ones(2)])
 
     def test_through_a_closure(self) -> None:
         """Kept by the node's owner."""

@@ -312,3 +312,26 @@ def test_schedules_of_a_chunk_may_name_pass_throughs() -> None:
     for streams in STREAMS:
         assert moe.check(schedule, streams=streams) == []
         assert dense.check(schedule, streams=streams) == []
+
+
+def test_complex_outputs_go_backward_too() -> None:
+    """Without ``loss_grads`` their gradient is one, as any output's; none at all left the parameters without."""
+
+    class Rotation(ScheduleNode):
+        slot = Slot.MLP
+        stream = StreamType.COMPUTE
+
+        def __init__(self, layer: torch.nn.ParameterList) -> None:
+            self.layer = layer
+
+        def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor:
+            return inputs[0] * self.layer[0]
+
+    phases = torch.nn.Parameter(torch.randn(4, dtype=torch.complex128))
+    x = torch.randn(2, 4, dtype=torch.complex128)
+    chunk = ChunkPlan.of([LayerPlan.build(torch.nn.ParameterList([phases]), nodes={Slot.MLP: Rotation})])
+    with Runner("inline") as runner:
+        runner.run(schedules.serial(chunk.shape, 1), chunk, [x])
+    output = x * phases
+    (expected,) = torch.autograd.grad(output, phases, torch.ones_like(output))
+    assert phases.grad is not None and torch.equal(phases.grad, expected)

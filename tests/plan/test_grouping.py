@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+from torch.nn import Linear
 
 from layernodes import (
     AttentionNode,
@@ -15,6 +18,7 @@ from layernodes import (
     LayerPlan,
     LayerRegistry,
     MixerNode,
+    MTPPostNode,
     NodeContext,
     PlanError,
     ScheduleNode,
@@ -23,11 +27,13 @@ from layernodes import (
     UnsupportedLayerError,
     schedules,
 )
+from layernodes.state import HandoffMap
 from tests.support.build import make_model
 from tests.support.configs import Cell
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
 from tests.support.hybrid_cells import hybrid_cell
 from tests.support.runs import Bench
+from tests.support.slots import SlotRun
 
 pytestmark = MEGATRON_WORLD
 
@@ -135,6 +141,14 @@ def test_two_moe_layers_in_one_mtp_stack_are_refused() -> None:
     assert (raised.value.field, raised.value.value) == ("mtp_layer_pattern", "EE")
 
 
+@pytest.mark.parametrize("slot, wanted", [(Slot.MTP_POST_PROCESS, "Slot.MTP_POST_PROCESS"), ("mlpx", "the key 'mlpx'")])
+def test_nodes_that_no_layer_of_an_mtp_stack_has_are_refused(slot: Any, wanted: str) -> None:
+    """They were built into nothing, without a word."""
+    layer = make_model(hybrid_cell("*", mtp=1)).mtp.layers[0]
+    with pytest.raises(PlanError, match=wanted):
+        LayerPlan.build(layer, nodes={slot: MTPPostNode})
+
+
 def test_first_and_last_is_one_layer_of_a_group() -> None:
     """What a user's node is told of its layer is what it would be told outside a group."""
     told: dict[str, tuple[bool, bool]] = {}
@@ -185,3 +199,50 @@ def test_joining_plans() -> None:
     assert [list(part.nodes) for part in joined.parts] == [list(plan.nodes) for plan in plans]
     assert ChunkPlan.of([joined], wgrad="auto").layers[0].nodes[Slot.MLP].wgrad_parameters
     assert ChunkPlan.of([joined], wgrad="auto").layers[0].nodes[Slot.PRE_DISPATCH_COMPUTATION].wgrad_parameters
+
+
+def test_a_handoff_into_a_fused_slot_keeps_its_gradient() -> None:
+    """The joined layers' first callable also runs an extra slot that reads what one of the layers wrote."""
+    layers = [Linear(4, 4, dtype=torch.float64) for _ in range(2)]
+
+    class Plain(ScheduleNode):
+        slot = Slot.PRE_DISPATCH_COMPUTATION
+        stream = StreamType.COMPUTE
+
+        def __init__(self, layer: Linear) -> None:
+            self.layer = layer
+
+        def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor:
+            return torch.tanh(self.layer(inputs[0]))
+
+    class Writing(Plain):
+        writes: ClassVar[HandoffMap] = {"gate": Tensor}
+
+        def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor:
+            output = super().forward(ctx, *inputs)
+            self.put(ctx, "gate", output * 3)
+            return output
+
+    class Reading(ScheduleNode):
+        slot = ExtraSlot("gated", after=Slot.PRE_DISPATCH_COMPUTATION)
+        stream = StreamType.COMPUTE
+        reads: ClassVar[HandoffMap] = {"gate": Tensor}
+
+        def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor:
+            gate = self.take(ctx, "gate")
+            assert isinstance(gate, Tensor)
+            return inputs[0] * gate
+
+    first, second = layers
+    last = {Slot.PRE_DISPATCH_COMPUTATION: Writing, Reading.slot: lambda _: Reading()}
+    joined = LayerPlan.join(
+        [LayerPlan.build(first, nodes={Slot.PRE_DISPATCH_COMPUTATION: Plain}), LayerPlan.build(second, nodes=last)]
+    )
+    x = torch.randn(3, 4, dtype=torch.float64)
+    once = torch.tanh(second(torch.tanh(first(x))))
+    parameters = [*first.parameters(), *second.parameters()]
+    expected = torch.autograd.grad((once * (once * 3)).sum(), parameters)
+    run = SlotRun(joined)
+    run.backward(torch.ones_like(run.forward(x)))
+    for parameter, gradient in zip(parameters, expected, strict=True):
+        assert parameter.grad is not None and torch.equal(parameter.grad, gradient)

@@ -6,8 +6,10 @@ from itertools import chain
 
 import pytest
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, initialize_rng_tracker
 
-from layernodes import Runner, Schedule, Step, schedules
+from layernodes import ChunkPlan, Runner, Schedule, Step, schedules
+from layernodes._megatron.rng import Generators
 from layernodes.plan.generators import backward_steps, forward_steps
 from layernodes.plan.shape import ChunkShape
 from tests.support.compare import Snapshot
@@ -90,6 +92,17 @@ def test_per_step_is_the_same_slot_by_slot(bench: Bench, streams: str) -> None:
     assert _differing(serial, backward) == []
 
 
+def test_a_plan_built_in_evaluation_trains_alike(bench: Bench) -> None:
+    """What draws random numbers does so in the schedule's order, whatever mode the model was in when it was planned."""
+    bench.model.eval()
+    try:
+        chunk = ChunkPlan.build(bench.model)
+    finally:
+        bench.model.train()
+    serial = bench.run(_order(chunk.shape, "F0B0F1B1"), rng="per_step")
+    assert _differing(serial, bench.run(_slot_by_slot(chunk.shape), rng="per_step", chunk=chunk)) == []
+
+
 def test_per_step_draws_anew_for_each_microbatch_and_run(bench: Bench) -> None:
     """Two microbatches with the same tokens differ, and so do two runs one after the other."""
     shape = bench.chunk().shape
@@ -101,6 +114,27 @@ def test_per_step_draws_anew_for_each_microbatch_and_run(bench: Bench) -> None:
         second = runner.run(schedule, bench.chunk(), batches, [bench.loss_grads()[0]] * 2)
     outputs = [*first.outputs, *second.outputs]
     assert not any(torch.equal(a, b) for i, a in enumerate(outputs) for b in outputs[:i])
+
+
+def test_generators_that_graphs_know_stay(bench: Bench) -> None:
+    """The tracker of CUDA graphs holds generators, and a device takes nothing else; seeded and put back, they still are
+    those."""
+    initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True)
+    tracker = get_cuda_rng_tracker()
+    try:
+        tracker.add("own", 7)
+        before = tracker.get_states()["own"]
+        start = before.get_state()
+        generators = Generators()
+        states = generators.states()
+        generators.seed(lambda name: len(name))
+        assert tracker.get_states()["own"] is before
+        assert not torch.equal(before.get_state(), start)
+        generators.restore(states)
+        assert tracker.get_states()["own"] is before
+        assert torch.equal(before.get_state(), start)
+    finally:
+        bench.reset()
 
 
 _RANKS = {

@@ -29,6 +29,9 @@ _NEGATIVE = """
             lambda x, w: (x * 2).split(2), lambda lin, a, b: lin(torch.cat([a * 2, b]))),
         "one tensor twice": (lambda x, w: (lambda y: (y, y))(x * 2), lambda lin, a, b: lin(a * 1 + b * 2)),
         "the caller's own": (lambda x, w: x, lambda lin, a: lin(a * 2)),
+        "kept by its producer": (lambda x, w: keep(x * 2), lambda lin, a: a * 3 + lin.weight.sum()),
+        "kept in the tuple returned": (
+            lambda x, w: keep((x * 2, x * 3)), lambda lin, a, b: a * b.detach() + lin.weight.sum()),
         "returned as it is": (lambda x, w: x * 2, lambda lin, a: a),
         "safe": (lambda x, w: x * 2, lambda lin, a: a * 3 + lin.weight.sum()),
     }
@@ -52,6 +55,11 @@ _NEGATIVE = """
 
     FREED = {"cast", "view", "relu", "safe"}  # what autograd does not save, and no output shares
     made = []
+    remembered = []
+
+    def keep(out):
+        remembered.append(out)
+        return out
 
     def look(step):
         if str(step) == "F0.L0.mlp":

@@ -22,7 +22,7 @@ class StandInStream:
     """
 
     def __init__(self, device: Any = None, **_: Any) -> None:
-        self.device = torch.device("cuda")
+        self.device = torch.device(device or "cuda")
         self.known: set[str] = set()
 
     def wait_event(self, event: StandInEvent) -> None:

@@ -32,8 +32,8 @@ def kept(name: str) -> tuple[dict[str, list[bool]], list[str]]:
         nonlocal running
         running = str(step)
 
-    def releasing(outers: Sequence[object], inners: Sequence[object], lane: Any = None) -> int:
-        count = release.release_inputs(outers, inners, lane)
+    def releasing(outers: Sequence[object], inners: Sequence[object], lane: Any = None, **options: bool) -> int:
+        count = release.release_inputs(outers, inners, lane, **options)
         if running.startswith("F0.L0."):
             found[running] = [t.untyped_storage().nbytes() > 0 for t in outers if isinstance(t, Tensor)]
         return count
