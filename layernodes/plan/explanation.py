@@ -84,6 +84,8 @@ def explain(timeline: Timeline, costs: CostModel | None = None, *, max_states: i
         CostError: a slot has no cost.
     """
     check_argument("timeline", timeline, Timeline)
+    check_argument("costs", costs, CostModel, type(None))
+    check_argument("max_states", max_states, int)
     causes = find_causes(timeline)
     by_cause = {cause: sum(one.seconds for one in causes if one.cause is cause) for cause in Cause}
     schedule, rules = schedule_of(timeline), rules_of(timeline)
