@@ -26,6 +26,7 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def __init__(self, /, *values: Any, **fields: Any) -> None:
+        """Takes ``fields`` by name; ``values`` without one are refused."""
         name = type(self).__name__
         if values:
             raise CostError(f"{name}({values[0]!r:.40}): give each field by name: {', '.join(type(self).model_fields)}")
