@@ -20,6 +20,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from layernodes.errors import CostError
 from layernodes.plan.arguments import check_argument
+from layernodes.plan.file_kinds import COSTS, found_instead
 from layernodes.plan.grid import usual_stream
 from layernodes.plan.measurement import Measurement
 from layernodes.plan.shape import ChunkShape
@@ -265,7 +266,7 @@ class CostModel(StrictModel):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            faults = tuple(find_faults(error, cls))
+            faults = found_instead(text, COSTS) or tuple(find_faults(error, cls))
             raise CostError(f"{source} cannot be read: " + "\n  ".join(faults), faults=faults) from None
 
     @classmethod

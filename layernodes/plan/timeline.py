@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, final
 
-from layernodes.errors import ArgumentError, MissingExtraError
+from layernodes.errors import ArgumentError, MissingExtraError, ScheduleError
 from layernodes.plan import critical_path, exposure, gantt, memory, perfetto, summary
 from layernodes.plan.arguments import check_argument, check_items
 from layernodes.plan.step import Step
@@ -167,7 +167,11 @@ class Timeline:
             OSError: the file cannot be read.
         """
         check_argument("path", path, str, PathLike)
-        spans, hardware_queues = perfetto.parse(Path(path).read_text(encoding="utf-8"), source=str(path))
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ScheduleError(f"{path} cannot be read: byte {error.start} is no UTF-8") from None
+        spans, hardware_queues = perfetto.parse(text, source=str(path))
         return cls(tuple(Interval(*span) for span in spans), hardware_queues=hardware_queues)
 
     def plot(self, path: str | PathLike[str], *, title: str | None = None) -> None:
