@@ -2,20 +2,29 @@
 
 A command is one ``Command``, in a file of its own; it is listed in ``COMMANDS`` and nowhere else, and its file is
 imported when it is called, so that help needs neither torch nor Megatron-Core. This is the only module that prints.
-Exit codes: 0 as wanted, 1 not so (a mismatch, an error), 2 wrong usage, 130 interrupted.
+
+Exit codes, of every command::
+
+    0    done, and the answer is yes
+    1    done, and the answer is no: the schedule is invalid, tensors differ, nothing fits, the machine has problems
+    2    not understood, or could not be done: options, files of another kind, files that are not there, an extra that
+         is not installed, a step that failed
+    130  interrupted
+    141  whatever reads the output has closed it
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final, NamedTuple, NoReturn
 
-from layernodes.command import Command, UsageError, spell_out
-from layernodes.errors import LayerNodesError
+from layernodes.command import Command, NoAnswerError, UsageError, spell_out
+from layernodes.errors import LayerNodesError, ScheduleError, ScheduleParseError
 
 
 class Entry(NamedTuple):
@@ -96,9 +105,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except LayerNodesError as error:
         _complain(name, error)
-        return 1
+        return 1 if _answers_no(error) else 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is written when Python ends
+        return 141
+    except OSError as error:
+        _complain(name, f"{error.filename or 'a file'} cannot be read or written: {error.strerror}; name another")
+        return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _answers_no(error: LayerNodesError) -> bool:
+    """Whether the request was carried out: an invalid schedule has violations, and a text that is none has places."""
+    is_invalid = isinstance(error, ScheduleError) and bool(error.violations)
+    return isinstance(error, NoAnswerError) or (is_invalid and not isinstance(error, ScheduleParseError))
 
 
 class _Parser(ArgumentParser):
@@ -131,5 +152,5 @@ def _write(text: str) -> None:
     print(text, flush=True)
 
 
-def _complain(name: str, error: LayerNodesError) -> None:
+def _complain(name: str, error: LayerNodesError | str) -> None:
     print(f"{name}: error: {error}", file=sys.stderr, flush=True)

@@ -18,6 +18,10 @@ class UsageError(LayerNodesError, ValueError):
     """A command was given arguments that do not fit; its text is one line and says what to change."""
 
 
+class NoAnswerError(LayerNodesError, ValueError):
+    """A request that was understood and carried out, and whose answer is no."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """One subcommand.
@@ -25,8 +29,8 @@ class Command:
     Attributes:
         name, summary: how it is called, and what it does in one line.
         add_arguments: declares its arguments.
-        run: does it, and returns the process's exit code: 0 as wanted, 1 not so. Raises UsageError, before anything
-            heavy, for arguments that do not fit.
+        run: does it, and returns the process's exit code, as ``layernodes.cli`` has them. Raises UsageError, before
+            anything heavy, for arguments that do not fit.
     """
 
     name: str

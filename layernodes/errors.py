@@ -170,7 +170,15 @@ class ScheduleParseError(ScheduleError):
 
 
 class CostError(LayerNodesError, ValueError):
-    """A cost model lacks a cost, holds an impossible one, or cannot be read."""
+    """A cost model lacks a cost, holds an impossible one, or cannot be read.
+
+    Attributes:
+        faults: of a model that does not fit, each fault: its place, what was found and what was wanted.
+    """
+
+    def __init__(self, message: str, *, faults: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.faults: tuple[str, ...] = tuple(faults)
 
 
 class MissingExtraError(LayerNodesError, ImportError):

@@ -88,7 +88,7 @@ class ExtraSlot:
     stream: StreamType = StreamType.COMPUTE
 
     def __post_init__(self) -> None:
-        if not is_slot_name(self.name) or self.name in (*Slot, *CHUNK_ENDS):
+        if not isinstance(self.name, str) or not is_slot_name(self.name) or self.name in (*Slot, *CHUNK_ENDS):
             raise PlanError(f"{self.name!r} cannot name an extra slot; choose an identifier that names no other slot")
         if not isinstance(self.after, str):
             raise PlanError(f"extra slot {self.name!r} is after {self.after!r}; give a Slot, or an extra slot's name")

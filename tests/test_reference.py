@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 import layernodes
 import layernodes.pipelining
 from layernodes import ScheduleNode, testing
+from tests import reference_index
 
 _FOLDER = Path(__file__).parents[1] / "docs"
 _PAGES = sorted((_FOLDER / "reference").glob("*.md"))
@@ -144,3 +145,8 @@ def test_examples_run_on_a_model(name: str, given: dict[str, Any], capsys: pytes
     program: dict[str, Any] = {"__name__": name, **given}
     for block in _BLOCK.findall(page.read_text()):
         exec(compile(block, page.name, "exec"), program)
+
+
+def test_index_is_current() -> None:
+    """Signatures and summaries on the page that is read without a renderer; ``python -m tests.reference_index``."""
+    assert reference_index.index() == reference_index.FILE.read_text()

@@ -87,11 +87,14 @@ def shape_of(args: argparse.Namespace) -> ChunkShape:
     Raises:
         UsageError, PlanError: they describe none.
     """
+    check_counts(args)
     named = vars(args).get("costs")
     if args.layers is None and isinstance(named, str) and named in PRESETS:
         kinds = [layer.kind for layer in PRESETS[named].shape().layers]
     else:
         kinds = _kinds(args.layers or "4")
+    if not kinds and not args.mtp:
+        raise UsageError(f"--layers {args.layers} leaves no layer; give 1 or more")
     return ChunkShape.of(
         kinds,
         mtp=args.mtp,
@@ -102,18 +105,25 @@ def shape_of(args: argparse.Namespace) -> ChunkShape:
     )
 
 
+def check_counts(args: argparse.Namespace) -> None:
+    """Raise UsageError where there are no microbatches, or fewer MTP layers than none."""
+    if args.microbatches < 1:
+        raise UsageError(f"--microbatches is {args.microbatches}; give 1 or more")
+    if args.mtp < 0:
+        raise UsageError(f"--mtp is {args.mtp}; give 0 or more")
+
+
 def schedule_of(args: argparse.Namespace) -> Schedule | PairSchedule:
     """The schedule that the arguments name: a built-in one for their shape, or a file.
 
     Raises:
         UsageError, PlanError: they name none.
     """
+    check_counts(args)
     check_schedule(args)
     if args.schedule not in SCHEDULES:
         return (PairSchedule if args.pair else Schedule).load(args.schedule)
     shape = shape_of(args)
-    if args.microbatches < 1:
-        raise UsageError(f"--microbatches is {args.microbatches}; give 1 or more")
     if not args.pair:
         return built_in(args.schedule, shape, args.microbatches, args.wgrad_place)
     early = args.schedule == _EARLY

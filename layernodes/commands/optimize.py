@@ -6,8 +6,9 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import Final
 
-from layernodes.command import Command, Write
+from layernodes.command import Command, NoAnswerError, UsageError, Write
 from layernodes.commands.common import add_costs, add_json, add_shape, check_folder, costs_of, shape_of, write_json
+from layernodes.errors import ScheduleError
 from layernodes.plan.optimize import optimize_pair_with_report, optimize_with_report
 from layernodes.plan.optimized import Optimized, Progress
 from layernodes.plan.schedule import PairSchedule, Schedule
@@ -26,6 +27,9 @@ def _add_arguments(parser: ArgumentParser) -> None:
 def _run(args: Namespace, write: Write) -> int:
     """Optimize, and print the report."""
     check_folder("output", args.output)
+    for name, limit in (("memory", args.memory_limit), ("time", args.time_limit)):
+        if limit is not None and not limit >= 0:
+            raise UsageError(f"--{name}-limit is {limit}; give 0 or more")
     shape, costs = shape_of(args), costs_of(args)
     is_terminal = sys.stderr.isatty()
     progress = _show if is_terminal else None
@@ -49,6 +53,8 @@ def _run(args: Namespace, write: Write) -> int:
                 time_limit=args.time_limit,
                 progress=progress,
             )
+    except ScheduleError as error:
+        raise NoAnswerError(str(error)) from None
     finally:
         if is_terminal:
             print(f"\r{'':78}\r", end="", file=sys.stderr)

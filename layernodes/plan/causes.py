@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 _LOOK_AHEAD: Final = 500
 
 
+def name_some(steps: Sequence[str]) -> str:
+    """The first two of some steps."""
+    return ", ".join(steps[:2]) + (" and more" if len(steps) > 2 else "")
+
+
 class Cause(StrEnum):
     """Why a communication step is exposed; see the module."""
 
@@ -63,6 +68,7 @@ class ExposedBecause(BaseModel):
         behind: the communication before it, if it waited for that. behind_seconds: for how long.
         could_run: computation that could have run meanwhile, in schedule order, until it would fill the exposed time.
         could_run_seconds: what that takes.
+        saved_seconds: how much shorter the run is, simulated, with that before the waiter; None: not tried.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -75,6 +81,7 @@ class ExposedBecause(BaseModel):
     behind_seconds: float
     could_run: tuple[str, ...]
     could_run_seconds: float
+    saved_seconds: float | None = None
 
     def __str__(self) -> str:
         waiter = self.waiter or "the end of the run"
@@ -84,14 +91,20 @@ class ExposedBecause(BaseModel):
                 f"{self.step} waits {in_seconds(self.behind_seconds)} for {self.behind} on the communication stream"
             )
         if self.cause is Cause.ORDER:
-            named = ", ".join(self.could_run[:2]) + (" and more" if len(self.could_run) > 2 else "")
             parts.append(
-                f"{named} could have run beside it ({in_seconds(self.could_run_seconds)} of computation) and stands "
-                f"behind {waiter}: put it before"
+                f"{name_some(self.could_run)} could have run beside it ({in_seconds(self.could_run_seconds)} of "
+                f"computation) and stands behind {waiter}{self._advice()}"
             )
         elif self.cause is not Cause.QUEUE:
             parts.append(CAUSE_WORDS[self.cause])
         return "; ".join(parts)
+
+    def _advice(self) -> str:
+        if self.saved_seconds is None:
+            return ""
+        if self.saved_seconds <= 0:
+            return ", but before it, it would not make the run shorter"
+        return f": put it before, which saves {in_seconds(self.saved_seconds)}"
 
 
 def find_causes(timeline: Timeline) -> tuple[ExposedBecause, ...]:

@@ -16,14 +16,16 @@ from os import PathLike
 from pathlib import Path
 from typing import Annotated, Self, final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from layernodes.errors import CostError
 from layernodes.plan.arguments import check_argument
+from layernodes.plan.file_kinds import COSTS, found_instead
 from layernodes.plan.grid import usual_stream
 from layernodes.plan.measurement import Measurement
 from layernodes.plan.shape import ChunkShape
 from layernodes.plan.step import Step
+from layernodes.plan.strict_model import StrictModel, check_amounts, find_faults
 from layernodes.slots import CHUNK_ENDS, Phase, Slot, StreamType, is_slot_name
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -33,7 +35,7 @@ SlotName = str
 
 
 @final
-class SlotCost(BaseModel):
+class SlotCost(StrictModel):
     """What one slot of one layer costs for one microbatch.
 
     Attributes:
@@ -42,9 +44,10 @@ class SlotCost(BaseModel):
         W: seconds of the weight gradients, whether deferred or not.
         activation_bytes: what the forward keeps for the backward: held from its ``F`` to the end of its ``B``.
         wgrad_bytes: what a deferred ``W`` keeps waiting for it: held from its ``B`` to the end of its ``W``.
-    """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    Raises:
+        CostError: a negative or infinite number, an unknown field, or a value of another type; names each.
+    """
 
     F: Seconds = 0.0
     B: Seconds = 0.0
@@ -78,7 +81,7 @@ FREE = SlotCost()
 
 
 @final
-class CostModel(BaseModel):
+class CostModel(StrictModel):
     """The costs of a model on a machine. A value; ``load`` and ``save`` keep it in a JSON file.
 
     Attributes:
@@ -95,10 +98,8 @@ class CostModel(BaseModel):
         measurement: how the costs were measured, and how far the times spread; None where nobody measured them.
 
     Raises:
-        pydantic.ValidationError: a negative or infinite number, or an unknown field.
+        CostError: a negative or infinite number, an unknown field, or a value of another type; names each.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = ""
     kinds: Mapping[str, Mapping[SlotName, SlotCost]]
@@ -149,7 +150,11 @@ class CostModel(BaseModel):
             compute_slowdown: see the attribute.
             communication_slowdown: see the attribute.
             hardware_queues: see the attribute.
+
+        Raises:
+            CostError: a number is negative or not finite.
         """
+        check_amounts(computation=computation, communication=communication, backward=backward, wgrad=wgrad)
         compute = SlotCost(F=computation, B=computation * backward, W=computation * wgrad, activation_bytes=1)
         comm = SlotCost(F=communication, B=communication, activation_bytes=1)
         dense: dict[str, SlotCost] = {Slot.PRE_DISPATCH_COMPUTATION: compute, Slot.MLP: compute}
@@ -174,8 +179,11 @@ class CostModel(BaseModel):
         Raises:
             CostError: the model has none.
         """
+        check_argument("kind", kind, str)
+        check_argument("slot", slot, str)
         if layer is None:
             return self.ends.get(slot, FREE)
+        check_argument("layer", layer, int)
         own = self.layers.get(layer, {})
         if slot in own:
             return own[slot]
@@ -200,6 +208,7 @@ class CostModel(BaseModel):
         Raises:
             CostError: a slot has none.
         """
+        check_argument("shape", shape, ChunkShape)
         return {
             (layer, slot.name): FREE
             if slot.passthrough
@@ -214,6 +223,7 @@ class CostModel(BaseModel):
 
     def stream_of(self, step: Step) -> StreamType:
         """The stream of a step where there is no shape: as in ``streams``, else Megatron-Core's."""
+        check_argument("step", step, Step)
         return self.streams.get(step.slot) or usual_stream(step)
 
     def scale(self, *, computation: float = 1.0, communication: float = 1.0) -> Self:
@@ -225,9 +235,7 @@ class CostModel(BaseModel):
         Raises:
             CostError: a factor is negative or not finite.
         """
-        for factor in (computation, communication):
-            if not 0 <= factor < float("inf"):
-                raise CostError(f"cannot scale costs by {factor}; give a finite number, 0 or more")
+        check_amounts(computation=computation, communication=communication)
 
         def scaled(costs: Mapping[str, SlotCost]) -> dict[str, SlotCost]:
             return {slot: _times(cost, factor_of(slot)) for slot, cost in costs.items()}
@@ -258,8 +266,8 @@ class CostModel(BaseModel):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            faults = [f"{'.'.join(map(str, e['loc'])) or 'text'}: {e['msg']}" for e in error.errors()]
-            raise CostError(f"{source} cannot be read: " + "\n  ".join(faults)) from None
+            faults = found_instead(text, COSTS) or tuple(find_faults(error, cls))
+            raise CostError(f"{source} cannot be read: " + "\n  ".join(faults), faults=faults) from None
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Self:
@@ -282,6 +290,7 @@ class CostModel(BaseModel):
         Raises:
             OSError: it cannot be written.
         """
+        check_argument("path", path, str, PathLike)
         Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
 

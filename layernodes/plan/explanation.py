@@ -11,10 +11,12 @@ from layernodes.plan.causes import CAUSE_WORDS, Cause, ExposedBecause, find_caus
 from layernodes.plan.costs import CostModel
 from layernodes.plan.infer import infer_shape
 from layernodes.plan.measured import costs_of_timelines
+from layernodes.plan.moves import try_moves
 from layernodes.plan.retrace import rules_of, schedule_of
 from layernodes.plan.timeline import Timeline
 from layernodes.plan.units import in_seconds
-from layernodes.plan.what_if import WhatIf, find_what_helps
+from layernodes.plan.validate import find_violations
+from layernodes.plan.what_if import LEAST, WhatIf, find_what_helps
 from layernodes.slots import StreamType
 
 _MAX_STATES: Final = 20_000
@@ -54,20 +56,22 @@ class Explanation(BaseModel):
                 lines.append(f"  and {len(self.causes) - _SHOWN} more")
         lines += [
             "",
-            "what would help, simulated:" if self.helps else "nothing that was tried would help",
-            *self._hints(),
+            "what would help, simulated:" if self.helps else self._no_help(),
+            *(f"  {one}" for one in self.helps),
         ]
-        return "\n".join(lines).rstrip()
-
-    def _hints(self) -> list[str]:
-        lines = [f"  {one}" for one in self.helps]
         if self.comm_busy > self.compute_busy:
             least = in_seconds(self.comm_busy - self.compute_busy)
             lines.append(
-                f"  communication takes longer than computation: in any order {least} of it stay exposed, "
+                f"communication takes longer than computation: in any order {least} of it stay exposed, "
                 f"so send less, or faster"
             )
-        return lines
+        return "\n".join(lines).rstrip()
+
+    def _no_help(self) -> str:
+        least = f"{100 * LEAST:g} %"
+        if self.exposed > 0:
+            return f"no change that was tried makes the run {least} shorter, or more than that"
+        return f"no communication is exposed, and no change that was tried makes the run {least} shorter"
 
 
 def explain(timeline: Timeline, costs: CostModel | None = None, *, max_states: int = _MAX_STATES) -> Explanation:
@@ -84,13 +88,17 @@ def explain(timeline: Timeline, costs: CostModel | None = None, *, max_states: i
         CostError: a slot has no cost.
     """
     check_argument("timeline", timeline, Timeline)
+    check_argument("costs", costs, CostModel, type(None))
+    check_argument("max_states", max_states, int)
     causes = find_causes(timeline)
     by_cause = {cause: sum(one.seconds for one in causes if one.cause is cause) for cause in Cause}
     schedule, rules = schedule_of(timeline), rules_of(timeline)
     helps: tuple[WhatIf, ...] = ()
     if timeline.makespan > 0:
         known = _shown_costs(timeline) if costs is None else costs
-        helps = find_what_helps(schedule, rules, known, max_states=max_states)
+        if not find_violations(schedule.steps, rules):  # of a part of a schedule other orders are not tried
+            causes = (*try_moves(causes[:_SHOWN], schedule, rules, known), *causes[_SHOWN:])
+        helps = find_what_helps(schedule, rules, known, causes, max_states=max_states)
     return Explanation(
         makespan=timeline.makespan,
         compute_busy=timeline.busy(StreamType.COMPUTE),

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from layernodes.errors import ScheduleError
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.units import in_seconds
 from layernodes.slots import StreamType
 
@@ -37,6 +38,7 @@ def draw(timeline: Timeline, *, width: int) -> str:
     Raises:
         ScheduleError: a smaller width.
     """
+    check_argument("width", width, int)
     if width < 20:
         raise ScheduleError(f"width={width}; give at least 20 characters")
     if timeline.makespan == 0:

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from layernodes.errors import ScheduleError
-from layernodes.plan.arguments import check_argument
+from layernodes.plan.arguments import check_argument, check_items
 from layernodes.plan.grid import stream_in
-from layernodes.plan.shape import ChunkShape, LayerShape, SlotShape
+from layernodes.plan.shape import ChunkShape, LayerShape, SlotShape, check_shapes
 from layernodes.plan.step import Step
 from layernodes.slots import POST_PROCESS, PRE_PROCESS, Phase, Slot, StreamType
 
@@ -23,6 +23,7 @@ EARLY_RELEASE_ORDER: Final = (
 )
 """The same with ``ep_overlap_early_attn_memory_release``: attention goes backward before the experts go forward."""
 
+_ADVICE: Final = "give each sequence of steps as an argument of its own: interleave(one, another)"
 _BEATS: Final = ("pre", "dispatch", "mlp", "combine", "tail")
 _BEAT_OF: Final = {
     Slot.PRE_DISPATCH_COMPUTATION: 0,
@@ -71,6 +72,12 @@ def interleave(
     Raises:
         ScheduleError: ``num_steps`` is less than 1.
     """
+    for number, sequence in enumerate(sequences):
+        if not isinstance(sequence, Iterable):
+            check_items(
+                f"sequences[{number}]", sequence, Step, advice="take forward_steps(shape, microbatch) or a list"
+            )
+    check_argument("num_steps", num_steps, int, type(None))
     if num_steps is not None and num_steps < 1:
         raise ScheduleError(f"num_steps={num_steps}; take at least 1 step in each turn")
     stream_of = stream_in(shape)
@@ -78,7 +85,7 @@ def interleave(
     while waiting:
         for sequence in tuple(waiting):
             for taken, step in enumerate(sequence, start=1):
-                check_argument("what interleave takes from a sequence", step, Step)
+                check_argument("what interleave takes from a sequence", step, Step, advice=_ADVICE)
                 yield step
                 if taken == num_steps or (num_steps is None and stream_of(step) is StreamType.COMM):
                     break
@@ -111,6 +118,8 @@ def pair_steps(
     Raises:
         ScheduleError: ``order`` has a word that is not one of these, or one twice.
     """
+    check_shapes(forward_shape=forward_shape, backward_shape=backward_shape)
+    check_argument("order", order, str, advice="give words such as 'F.pre B.mlp', as in EARLY_RELEASE_ORDER")
     words = order.split()
     for word in words:
         if word not in _WORDS or words.count(word) > 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.shape import SLOT_STREAMS, ChunkShape
 from layernodes.plan.step import Step
 from layernodes.slots import Slot, StreamType
@@ -24,6 +25,7 @@ def usual_stream(step: Step) -> StreamType:
 
 def stream_in(shape: ChunkShape | None) -> StreamOf:
     """Streams as a shape has them; the usual ones where there is no shape, or no such slot in it."""
+    check_argument("shape", shape, ChunkShape, type(None))
     if shape is None:
         return usual_stream
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Final, final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from layernodes.plan.strict_model import StrictModel
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @final
-class Hardware(BaseModel):
+class Hardware(StrictModel):
     """Rates of one GPU and its links.
 
     Attributes:
@@ -24,8 +26,6 @@ class Hardware(BaseModel):
         network_bandwidth: the same between nodes.
         latency: seconds that every all-to-all takes at least.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     source: str

@@ -34,15 +34,7 @@ def infer_rules(schedule: Schedule | PairSchedule, stream_of: StreamOf = usual_s
         ScheduleError: numbers of layers or microbatches so high that most of them cannot have steps.
     """
     steps = schedule.steps
-    for what, numbers in (
-        ("layer", (step.layer or 0 for step in steps)),
-        ("microbatch", (step.microbatch for step in steps)),
-    ):
-        highest = max(numbers, default=0)
-        if highest > len(steps) + _SLACK:
-            raise ScheduleError(
-                f"{what} {highest} in a schedule of {len(steps)} steps; number from 0, or give the shape"
-            )
+    _check_highest("microbatch", (step.microbatch for step in steps), len(steps))
     if isinstance(schedule, PairSchedule):
         return rules_of_pair_steps(steps, stream_of)
     trains = any(step.phase is not Phase.F for step in steps)
@@ -60,7 +52,13 @@ def rules_of_pair_steps(steps: Sequence[Step], stream_of: StreamOf = usual_strea
 
 
 def infer_shape(steps: Iterable[Step], stream_of: StreamOf = usual_stream) -> ChunkShape:
-    """The smallest shape that has all these steps."""
+    """The smallest shape that has all these steps.
+
+    Raises:
+        ScheduleError: a number of a layer so high that most layers cannot have steps.
+    """
+    steps = tuple(steps)
+    _check_highest("layer", (step.layer or 0 for step in steps), len(steps))
     slots: dict[Phase, dict[int | None, dict[str, Step]]] = {phase: {} for phase in Phase}
     for step in steps:
         slots[step.phase].setdefault(step.layer, {}).setdefault(step.slot, step)
@@ -81,3 +79,9 @@ def infer_shape(steps: Iterable[Step], stream_of: StreamOf = usual_stream) -> Ch
         pre_process=PRE_PROCESS in ends,
         post_process=POST_PROCESS in ends,
     )
+
+
+def _check_highest(what: str, numbers: Iterable[int], num_steps: int) -> None:
+    highest = max(numbers, default=0)
+    if highest > num_steps + _SLACK:
+        raise ScheduleError(f"{what} {highest} in a schedule of {num_steps} steps; number from 0, or give the shape")

@@ -6,23 +6,26 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Annotated, final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from layernodes.plan.strict_model import StrictModel
 
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @final
-class SlotSpread(BaseModel):
+class SlotSpread(StrictModel):
     """How far the times of one slot's phases lie from their median: the median distance, as a share of the median.
 
     0.05 says that half of the times were within 5 % of the cost. None: measured less than twice, or it takes no time.
 
     Attributes:
         F, B, W: the spread of each phase.
-    """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    Raises:
+        CostError: a negative or infinite number.
+    """
 
     F: Share | None = None
     B: Share | None = None
@@ -30,7 +33,7 @@ class SlotSpread(BaseModel):
 
 
 @final
-class Measurement(BaseModel):
+class Measurement(StrictModel):
     """How costs were measured.
 
     Attributes:
@@ -38,9 +41,10 @@ class Measurement(BaseModel):
         num_ranks: ranks that agreed on the costs.
         streams: what the two streams were, such as ``threads``.
         layers, ends: how far the times spread, by layer and slot, and of the chunk's ends.
-    """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    Raises:
+        CostError: a value of another type, or a negative one.
+    """
 
     repetitions: Count = 0
     warmup: Count = 0

@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from layernodes.errors import ScheduleError
+from layernodes.errors import ArgumentError, ScheduleError
 from layernodes.plan import candidates, schedules
 from layernodes.plan.arguments import check_argument
 from layernodes.plan.costs import CostModel
@@ -180,8 +180,11 @@ def _effort(
     progress: Callable[[Progress], None] | None,
 ) -> Effort:
     for name, value in (("memory_limit", memory_limit), ("time_limit", time_limit), ("max_states", max_states)):
+        check_argument(name, value, int, float, type(None))
         if value is not None and not value >= 0:
             raise ScheduleError(f"{name}={value}; give 0 or more, or None")
+    if progress is not None and not callable(progress):
+        raise ArgumentError(f"progress is {progress!r:.60}; give a function that takes a Progress, or None")
     if max_states is None and time_limit is None:
         max_states = MAX_STATES
     return Effort(

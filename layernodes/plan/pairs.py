@@ -14,12 +14,13 @@ from layernodes.plan.arguments import check_argument
 from layernodes.plan.generators import EARLY_RELEASE_ORDER, MEGATRON_ORDER
 from layernodes.plan.schedule import PairSchedule
 from layernodes.plan.schedules import combined_turn, interleaved_turn, serial_turn, wgrad_place
-from layernodes.plan.shape import ChunkShape
+from layernodes.plan.shape import ChunkShape, check_shapes
 from layernodes.plan.wgrad import WgradPlace, place_wgrad, warn_where_nothing_is_deferred
 
 
 def serial(forward_shape: ChunkShape | None, backward_shape: ChunkShape | None) -> PairSchedule:
     """The whole forward, then the whole backward; of ``forward_shape`` and ``backward_shape`` either may be None."""
+    check_shapes(forward_shape=forward_shape, backward_shape=backward_shape)
     return PairSchedule(serial_turn(forward_shape, backward_shape, 0, 1))
 
 
@@ -40,6 +41,7 @@ def combined_1f1b(
     Raises:
         ScheduleError: a malformed order.
     """
+    check_shapes(forward_shape=forward_shape, backward_shape=backward_shape)
     order = order or (EARLY_RELEASE_ORDER if early_release else MEGATRON_ORDER)
     return PairSchedule(combined_turn(forward_shape, backward_shape, 0, 1, order=order, megatron_wgrad=megatron_wgrad))
 
@@ -47,6 +49,7 @@ def combined_1f1b(
 def forward_forward(forward_shape: ChunkShape | None, backward_shape: ChunkShape | None) -> PairSchedule:
     """Forwards, then backwards; with the one of each that a pair has, the same as ``serial``, ``forward_shape`` and
     ``backward_shape`` too."""
+    check_shapes(forward_shape=forward_shape, backward_shape=backward_shape)
     return PairSchedule(interleaved_turn(forward_shape, backward_shape, [0], [1]))
 
 
@@ -67,6 +70,7 @@ def deferred(
         ScheduleError: an unknown place.
     """
     check_argument("schedule", schedule, PairSchedule)
+    check_shapes(forward_shape=forward_shape, backward_shape=backward_shape)
     warn_where_nothing_is_deferred(schedule, backward_shape)
     return PairSchedule(
         place_wgrad(schedule, forward_shape=forward_shape, backward_shape=backward_shape, place=wgrad_place(place))

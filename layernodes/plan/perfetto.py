@@ -10,6 +10,7 @@ import json
 from typing import TYPE_CHECKING
 
 from layernodes.errors import ScheduleError
+from layernodes.plan.file_kinds import TRACE, found_instead
 from layernodes.plan.memory import live_bytes
 from layernodes.plan.step import Step
 from layernodes.slots import StreamType
@@ -97,7 +98,9 @@ def parse(text: str, *, source: str) -> tuple[list[Span], int]:
         slices.sort(key=lambda event: event["args"]["position"])
         spans = [(Step.parse(e["name"]), _STREAMS[e["tid"]], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in slices]
         return spans, int(facts["hardware_queues"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        for fault in found_instead(text, TRACE):
+            raise ScheduleError(f"{source} cannot be read: {fault}") from None
         raise ScheduleError(
             f"{source} is no trace that layernodes wrote ({type(error).__name__}: {error}); write one with "
             f"'layernodes run --trace', 'layernodes trace' or Timeline.to_perfetto"

@@ -22,12 +22,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Final, final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from layernodes.errors import CostError
+from layernodes.errors import CostError, PlanError
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.costs import FREE, CostModel, SlotCost
 from layernodes.plan.hardware import H100, Hardware
 from layernodes.plan.shape import ChunkShape
+from layernodes.plan.strict_model import StrictModel
 from layernodes.slots import POST_PROCESS, PRE_PROCESS, Slot
 
 _BYTES: Final = 2  # of a bfloat16
@@ -35,7 +37,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 @final
-class Preset(BaseModel):
+class Preset(StrictModel):
     """The shape of a published model.
 
     Attributes:
@@ -52,8 +54,6 @@ class Preset(BaseModel):
         vocabulary: size of the vocabulary.
         expert_parallel: size of the expert-parallel group that the costs are for.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     source: str
@@ -84,8 +84,15 @@ class Preset(BaseModel):
         pre_process: bool = True,
         post_process: bool = True,
     ) -> ChunkShape:
-        """The model's shape, or that of its first layers."""
+        """The model's shape, or that of its first layers.
+
+        Raises:
+            PlanError: no layers.
+        """
         count = self.num_layers if num_layers is None else num_layers
+        check_argument("num_layers", count, int)
+        if count < 1:
+            raise PlanError(f"num_layers={count}; give 1 or more, or None for the model's own")
         kinds = ["dense" if layer < self.num_dense else "moe" for layer in range(count)]
         return ChunkShape.of(kinds, pre_process=pre_process, post_process=post_process, wgrad=wgrad)
 
@@ -100,6 +107,9 @@ class Preset(BaseModel):
         Raises:
             CostError: no tokens, or sequences of no length.
         """
+        check_argument("hardware", hardware, Hardware, advice="take one of layernodes.plan.hardware, such as H100")
+        check_argument("tokens", tokens, int)
+        check_argument("sequence", sequence, int)
         if tokens < 1 or sequence < 1:
             raise CostError(f"tokens={tokens}, sequence={sequence}; give at least 1 of each")
         build = _Build(self, hardware, tokens, sequence)
@@ -266,6 +276,7 @@ def preset(name: str) -> Preset:
     Raises:
         CostError: there is none.
     """
+    check_argument("name", name, str, advice=f"give one of {', '.join(PRESETS)}")
     if name not in PRESETS:
         raise CostError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
     return PRESETS[name]

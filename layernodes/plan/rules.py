@@ -27,7 +27,7 @@ from typing import Self, final
 
 from layernodes.errors import ScheduleError
 from layernodes.plan.arguments import check_argument
-from layernodes.plan.shape import ChunkShape
+from layernodes.plan.shape import ChunkShape, check_shapes
 from layernodes.plan.step import Step
 from layernodes.slots import Phase, StreamType
 
@@ -129,8 +129,7 @@ class Rules:
     @classmethod
     def of_pair(cls, forward_shape: ChunkShape | None, backward_shape: ChunkShape | None) -> Self:
         """The rules for pairs: ``F0`` of one chunk, ``B1`` and ``W1`` of another; either may be None."""
-        for name, shape in (("forward_shape", forward_shape), ("backward_shape", backward_shape)):
-            check_argument(name, shape, ChunkShape, type(None))
+        check_shapes(forward_shape=forward_shape, backward_shape=backward_shape)
         backward = range(1, 2) if backward_shape else range(0)
         return cls(
             Mode.PAIR,

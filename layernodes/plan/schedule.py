@@ -10,7 +10,7 @@ from typing import ClassVar, Self, final, overload
 
 from layernodes.errors import ScheduleError, ScheduleParseError
 from layernodes.plan import schedule_json
-from layernodes.plan.arguments import check_argument
+from layernodes.plan.arguments import check_argument, check_items
 from layernodes.plan.grid import render, stream_in
 from layernodes.plan.shape import ChunkShape
 from layernodes.plan.step import Step
@@ -30,6 +30,8 @@ class StepSequence:
     steps: tuple[Step, ...]
 
     def __init__(self, steps: Iterable[Step] = ()) -> None:
+        if not isinstance(steps, Iterable):
+            check_items("steps", steps, Step, advice=f"give a list of Step, or use {type(self).__name__}.parse(text)")
         object.__setattr__(self, "steps", tuple(steps))
         wrong = next((step for step in self.steps if not isinstance(step, Step)), None)
         if wrong is not None:
@@ -115,11 +117,15 @@ class StepSequence:
             ScheduleError: the name of the file ends in neither.
             OSError: the file cannot be written.
         """
+        check_argument("path", path, str, PathLike)
         text = self.to_json() if _is_json(Path(path)) else f"{self}\n"
         Path(path).write_text(text, encoding="utf-8", newline="\n")
 
     def _marks(self, mark: int | Iterable[int] | None) -> dict[int, str]:
+        if not isinstance(mark, Iterable):
+            check_argument("mark", mark, int, type(None), advice="give the position of a step, or several in a list")
         marks = [] if mark is None else [mark] if isinstance(mark, int) else list(mark)
+        check_items("mark", marks, int, advice="give the positions of steps, from 0")
         wrong = [position for position in marks if not 0 <= position < len(self)]
         if wrong:
             raise ScheduleError(f"cannot mark step {wrong[0]}: the schedule has steps 0 to {len(self) - 1}")
@@ -138,6 +144,7 @@ class Schedule(StepSequence):
         Raises:
             ScheduleError: a microbatch would be negative.
         """
+        check_argument("microbatches", microbatches, int)
         return Schedule(Step(step.phase, step.microbatch + microbatches, step.layer, step.slot) for step in self.steps)
 
     def grid(

@@ -13,14 +13,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictStr, StringConstraints, ValidationError
 
 from layernodes.errors import ParsePlace, ScheduleParseError
+from layernodes.plan.file_kinds import PAIR, SCHEDULE, STEPS, kind_of_text, kind_of_value
 from layernodes.plan.step import Step
-from layernodes.plan.text import MAX_STEPS, Lines, check_size, place_of
+from layernodes.plan.text import MAX_STEPS, Lines, check_size, place_of, refuse_kind
 
 _FORMAT: Final = "layernodes.schedule"
 _BLANK = re.compile(r"[ \t\r\n]*")
@@ -33,6 +35,9 @@ class Kind(StrEnum):
 
     SCHEDULE = "schedule"
     PAIR = "pair"
+
+
+_KINDS: Final = {Kind.SCHEDULE: SCHEDULE, Kind.PAIR: PAIR}
 
 
 class ScheduleFile(BaseModel):
@@ -59,6 +64,9 @@ def load(text: str, *, kind: Kind) -> tuple[Step, ...]:
     """
     check_size(text)
     value = _read(text)
+    found = kind_of_value(value)
+    if found is not None and found not in _KINDS.values():
+        refuse_kind(found, _KINDS[kind].name)
     try:
         file = ScheduleFile.model_validate(value)
     except ValidationError as error:
@@ -67,7 +75,9 @@ def load(text: str, *, kind: Kind) -> tuple[Step, ...]:
         places = [where.place(fault["loc"], f"a schedule file ({fault['msg']})") for fault in faults]
         raise ScheduleParseError.at(sorted(places, key=lambda place: (place.line, place.column))) from None
     if file.kind is not kind:
-        raise ScheduleParseError.at([_Where(text).place(("kind",), f"a schedule of kind {str(kind)!r}")])
+        other = _KINDS[file.kind]
+        place = _Where(text).place(("kind",), other.instead_of(_KINDS[kind].name))
+        raise ScheduleParseError.at([replace(place, found=other.name)])
     steps = [Step.match(word) for word in file.steps]
     bad = [index for index, step in enumerate(steps) if step is None]
     if bad:
@@ -80,6 +90,8 @@ def _read(text: str) -> Any:  # a JSON value; the model checks its type
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
+        if kind_of_text(text) is STEPS:
+            refuse_kind(STEPS, "a schedule as JSON")
         found = text[error.pos : error.pos + 20] or "the end"
         place = ParsePlace(line=error.lineno, column=error.colno, found=found, expected=f"JSON ({error.msg})")
     except RecursionError:

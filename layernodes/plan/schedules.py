@@ -35,7 +35,7 @@ def serial(shape: ChunkShape, num_microbatches: int) -> Schedule:
         num_microbatches: number of microbatches.
 
     Raises:
-        ScheduleError: a negative number of microbatches.
+        ScheduleError: no microbatches.
     """
     check_argument("shape", shape, ChunkShape)
     return Schedule(chain.from_iterable(serial_turn(shape, shape, m, m) for m in _range(num_microbatches)))
@@ -62,7 +62,7 @@ def combined_1f1b(
         order: the order of two layers, as in ``pair_steps``; given, it takes the place of ``early_release``.
 
     Raises:
-        ScheduleError: a negative number of microbatches, or a malformed order.
+        ScheduleError: no microbatches, or a malformed order.
     """
     check_argument("shape", shape, ChunkShape)
     turns = zip([*_range(num_microbatches), None], [None, *_range(num_microbatches)], strict=True)
@@ -91,7 +91,7 @@ def forward_forward(shape: ChunkShape, num_microbatches: int, *, group: int = 2)
         group: number of microbatches that go together.
 
     Raises:
-        ScheduleError: a negative number of microbatches, or a group of less than one.
+        ScheduleError: no microbatches, or a group of less than one.
     """
     check_argument("shape", shape, ChunkShape)
     groups = _groups(num_microbatches, group)
@@ -203,12 +203,13 @@ def wgrad_place(place: WgradPlace | str) -> WgradPlace:
 
 def _range(num_microbatches: int) -> range:
     check_argument("num_microbatches", num_microbatches, int)
-    if num_microbatches < 0:
-        raise ScheduleError(f"num_microbatches={num_microbatches}; give 0 or more")
+    if num_microbatches < 1:
+        raise ScheduleError(f"num_microbatches={num_microbatches}; give 1 or more")
     return range(num_microbatches)
 
 
 def _groups(num_microbatches: int, group: int) -> Sequence[range]:
+    check_argument("group", group, int)
     if group < 1:
         raise ScheduleError(f"group={group}; give at least 1 microbatch a group")
     everyone = _range(num_microbatches)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Self, final
 
 from layernodes.errors import PlanError
+from layernodes.plan.arguments import check_argument, check_items
 from layernodes.plan.step import Step
 from layernodes.slots import POST_PROCESS, PRE_PROCESS, ExtraSlot, Slot, StreamType, is_slot_name
 
@@ -50,6 +51,7 @@ class SlotShape:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", str(self.name))
+        check_argument("stream", self.stream, StreamType, advice="give StreamType.COMPUTE or StreamType.COMM")
         if not is_slot_name(self.name):
             raise PlanError(f"{self.name!r} cannot name a slot; choose an identifier other than L and digits")
         if self.passthrough and self.wgrad:
@@ -75,6 +77,7 @@ class LayerShape:
     mtp: bool = False
 
     def __post_init__(self) -> None:
+        check_items("slots", self.slots, SlotShape)
         object.__setattr__(self, "slots", tuple(self.slots))
         names = self.slot_names
         if len(set(names)) != len(names):
@@ -104,12 +107,17 @@ class LayerShape:
         Raises:
             PlanError: unknown kind, an extra slot after a slot that is not there, a deferred slot that is not there.
         """
+        check_argument("kind", kind, str, advice="give 'moe' or 'dense'")
+        check_items("extra_slots", extra_slots, ExtraSlot)
+        if not isinstance(wgrad, bool):
+            check_items("wgrad", wgrad, str, advice="give True, False, or names of slots in a list")
         if uses is None:
             if kind not in _USED_BY_KIND:
                 raise PlanError(
                     f"unknown kind of layer {kind!r}; choose one of {', '.join(_USED_BY_KIND)} or give uses="
                 )
             uses = {*_USED_BY_KIND[kind], *([Slot.MTP_POST_PROCESS] if mtp else [])}
+        check_items("uses", uses, str, advice="give the slots that are no pass-through")
         deferred: Collection[str] = DEFERRED_SLOTS if wgrad is True else wgrad or ()
         slots = [
             SlotShape(
@@ -187,6 +195,7 @@ class ChunkShape:
     post_process: bool = True
 
     def __post_init__(self) -> None:
+        check_items("layers", self.layers, LayerShape)
         object.__setattr__(self, "layers", tuple(self.layers))
         flags = [layer.mtp for layer in self.layers]
         if flags != sorted(flags):
@@ -222,7 +231,9 @@ class ChunkShape:
             raise PlanError(f"layers is the text {layers!r}; give a list with one kind a layer, such as [{layers!r}]")
         if not isinstance(layers, Iterable):
             raise PlanError(f"layers is {layers!r}; give a list with one kind a layer, such as ['moe', 'moe']")
-        if isinstance(mtp, int) and mtp < 0:
+        if not isinstance(mtp, int):
+            check_items("mtp", mtp, str, advice="give the number of MTP layers, or the kind of each in a list")
+        elif mtp < 0:
             raise PlanError(f"mtp={mtp}; give the number of MTP layers, 0 or more, or the kind of each")
         mtp_kinds = ["moe"] * mtp if isinstance(mtp, int) else mtp
         return cls(
@@ -262,6 +273,7 @@ class ChunkShape:
 
     def find(self, step: Step) -> SlotShape | None:
         """The slot that a step is of, or None where the chunk has none such."""
+        check_argument("step", step, Step)
         if step.layer is None:
             return _ENDS[step.slot] if step.slot in self.ends else None
         return self.layers[step.layer].find(step.slot) if step.layer < len(self.layers) else None
@@ -272,3 +284,9 @@ class ChunkShape:
         parts = [*self.ends[: self.pre_process], *parts, *self.ends[self.pre_process :]]
         deferred = dict.fromkeys(name for names in self.wgrad_slots for name in names)
         return (" | ".join(parts) or "empty chunk") + (f"; W: {', '.join(deferred)}" if deferred else "")
+
+
+def check_shapes(**shapes: object) -> None:
+    """Raise ArgumentError where one of a pair's shapes is neither a ChunkShape nor None."""
+    for name, shape in shapes.items():
+        check_argument(name, shape, ChunkShape, type(None))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import index
 from typing import Final, Self, SupportsIndex, final
 
 from layernodes.errors import ParsePlace, ScheduleError, ScheduleParseError
+from layernodes.plan.arguments import check_argument
 from layernodes.slots import Phase, is_slot_name
 
 # At most nine digits: far beyond any real count, and far below what int() refuses to convert.
@@ -44,12 +47,13 @@ class Step:
         if type(self.slot) is not str:
             object.__setattr__(self, "slot", str(self.slot))
         if type(self.phase) is not Phase:
-            if self.phase not in _PHASES:
+            if not isinstance(self.phase, str) or self.phase not in _PHASES:
                 raise ScheduleError(f"unknown phase {self.phase!r}; expected one of {', '.join(_PHASES)}")
             object.__setattr__(self, "phase", _PHASES[self.phase])
         for name, number in (("microbatch", self.microbatch), ("layer", 0 if self.layer is None else self.layer)):
             if type(number) is not int and isinstance(number, SupportsIndex):  # True, or a number of numpy's
-                object.__setattr__(self, name, number := int(number))
+                with suppress(TypeError, ValueError):  # tensors of several elements have __index__ too
+                    object.__setattr__(self, name, number := index(number))
             if type(number) is not int or not 0 <= number < _LIMIT:
                 raise ScheduleError(
                     f"{number!r} in {self!r} is no microbatch or layer number; expected 0 to {_LIMIT - 1}"
@@ -70,6 +74,7 @@ class Step:
         Raises:
             ScheduleParseError: the text is not a step; ``column`` points at the first character that does not fit.
         """
+        check_argument("text", text, str, advice="give a step's text, such as 'F0.L3.mlp'")
         step = cls.match(text)
         if step is None:
             column, expected = explain_step(text)
@@ -80,7 +85,11 @@ class Step:
     @classmethod
     def match(cls, text: str) -> Self | None:
         """Read one step from its exact text; None where the text is not a step."""
-        found = _STEP.fullmatch(text)
+        try:
+            found = _STEP.fullmatch(text)
+        except TypeError:
+            check_argument("text", text, str, advice="give a step's text, such as 'F0.L3.mlp'")
+            raise
         if found is None:
             return None
         phase, microbatch, layer, slot = found.groups()

@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterable
+from typing import NoReturn
 
 from layernodes.errors import ParsePlace, ScheduleParseError
 from layernodes.plan.arguments import check_argument
+from layernodes.plan.file_kinds import STEPS, FileKind, kind_of_text
 from layernodes.plan.step import Step, explain_step
 
 MAX_STEPS = 2_000_000
@@ -41,6 +43,9 @@ def parse_steps(text: str) -> tuple[Step, ...]:
             else:
                 bad.append(place_of(word[0], line=number, column=word.start() + 1))
     if bad:
+        found = kind_of_text(text)
+        if found is not None and found is not STEPS:
+            refuse_kind(found, "steps as text")
         raise ScheduleParseError.at(bad)
     check_count(len(steps))
     return tuple(steps)
@@ -82,6 +87,15 @@ class Lines:
         """Line and column, from 1."""
         line = bisect_right(self._starts, offset)
         return line, offset - self._starts[line - 1] + 1
+
+
+def refuse_kind(found: FileKind, wanted: str) -> NoReturn:
+    """Refuse a file of another kind than wanted, as a whole.
+
+    Raises:
+        ScheduleParseError: always.
+    """
+    raise ScheduleParseError.at([ParsePlace(line=1, column=1, found=found.name, expected=found.instead_of(wanted))])
 
 
 def check_size(text: str) -> None:

@@ -9,9 +9,9 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, final
 
-from layernodes.errors import MissingExtraError
+from layernodes.errors import ArgumentError, MissingExtraError, ScheduleError
 from layernodes.plan import critical_path, exposure, gantt, memory, perfetto, summary
-from layernodes.plan.arguments import check_argument
+from layernodes.plan.arguments import check_argument, check_items
 from layernodes.plan.step import Step
 from layernodes.slots import StreamType
 
@@ -61,6 +61,10 @@ class Timeline:
     intervals: tuple[Interval, ...]
     dependencies: tuple[tuple[int, ...], ...] | None = None
     hardware_queues: int = 2
+
+    def __post_init__(self) -> None:
+        check_items("intervals", self.intervals, Interval)
+        object.__setattr__(self, "intervals", tuple(self.intervals))
 
     def __len__(self) -> int:
         return len(self.intervals)
@@ -127,7 +131,14 @@ class Timeline:
         Args:
             other: for instance the measured one beside the predicted one.
             names: what to call the two.
+
+        Raises:
+            ArgumentError: no timeline, or not two names.
         """
+        check_argument("other", other, Timeline)
+        check_items("names", names, str, advice="give two, such as ('predicted', 'measured')")
+        if len(names) != 2:
+            raise ArgumentError(f"names has {len(names)} names, where two are wanted: this timeline's and the other's")
         return summary.compare(self, other, names)
 
     def gantt(self, width: int = 100) -> str:
@@ -144,6 +155,7 @@ class Timeline:
         Raises:
             OSError: the file cannot be written.
         """
+        check_argument("path", path, str, PathLike)
         Path(path).write_text(perfetto.dump(self), encoding="utf-8")
 
     @classmethod
@@ -155,7 +167,11 @@ class Timeline:
             OSError: the file cannot be read.
         """
         check_argument("path", path, str, PathLike)
-        spans, hardware_queues = perfetto.parse(Path(path).read_text(encoding="utf-8"), source=str(path))
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ScheduleError(f"{path} cannot be read: byte {error.start} is no UTF-8") from None
+        spans, hardware_queues = perfetto.parse(text, source=str(path))
         return cls(tuple(Interval(*span) for span in spans), hardware_queues=hardware_queues)
 
     def plot(self, path: str | PathLike[str], *, title: str | None = None) -> None:
@@ -170,6 +186,7 @@ class Timeline:
             ScheduleError: the name of the file ends in no format that can be drawn.
             OSError: the file cannot be written.
         """
+        check_argument("path", path, str, PathLike)
         try:
             module = importlib.import_module("layernodes.plan.plot")
         except ModuleNotFoundError as error:

@@ -137,8 +137,17 @@ def _missing(rules: Rules, number: int, nearest: int) -> Violation:
     return Violation(rule="missing", step=str(step), position=None, other=other, message=message)
 
 
-def _report(steps: Sequence[Step], rules: Rules, violations: Sequence[Violation]) -> str:
-    """The text of the error: the violations, and a grid of the steps around the first of them."""
+def draw_violations(
+    steps: Sequence[Step], rules: Rules, violations: Sequence[Violation], *, at_most: int = _MAX_MARKED
+) -> str:
+    """A grid of the steps around the first violations, each marked with what is wrong there.
+
+    Args:
+        steps, rules, violations: as for ``find_violations``.
+        at_most: how many steps to mark.
+    """
+    if not steps:
+        return "(the schedule is empty)"
     marks: dict[int, str] = {}
     texts = {str(step): position for position, step in reversed(list(enumerate(steps)))}
     for violation in violations:
@@ -146,22 +155,25 @@ def _report(steps: Sequence[Step], rules: Rules, violations: Sequence[Violation]
             marks.setdefault(violation.position, _note(violation))
         elif violation.other is not None:
             marks.setdefault(texts[violation.other], f"{violation.step} is missing after this")
-        elif steps:
+        else:
             marks.setdefault(0, f"{violation.step} is missing before this")
-        if len(marks) == _MAX_MARKED:
+        if len(marks) == at_most:
             break
-    listed = [violation.message for violation in violations[:_MAX_LISTED]]
-    if len(violations) > _MAX_LISTED:
-        listed.append(f"and {len(violations) - _MAX_LISTED} more, in .violations")
-    head = listed[0] if len(listed) == 1 else f"{len(violations)} violations:\n  " + "\n  ".join(listed)
-    if not steps:
-        return f"{head}\n(the schedule is empty)"
 
     def stream_of(step: Step) -> StreamType:
         number = rules.ids.get(step, NONE)
         return StreamType.COMPUTE if number == NONE else rules.streams[number]
 
-    return f"{head}\n{render(steps, stream_of=stream_of, marks=marks)}"
+    return render(steps, stream_of=stream_of, marks=marks)
+
+
+def _report(steps: Sequence[Step], rules: Rules, violations: Sequence[Violation]) -> str:
+    """The text of the error: the violations, and a grid of the steps around the first of them."""
+    listed = [violation.message for violation in violations[:_MAX_LISTED]]
+    if len(violations) > _MAX_LISTED:
+        listed.append(f"and {len(violations) - _MAX_LISTED} more, in .violations")
+    head = listed[0] if len(listed) == 1 else f"{len(violations)} violations:\n  " + "\n  ".join(listed)
+    return f"{head}\n{draw_violations(steps, rules, violations)}"
 
 
 def _note(violation: Violation) -> str:

@@ -6,13 +6,14 @@ with each other; for a measured run the costs are those that it shows. Changes t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final, final
 
 from pydantic import BaseModel, ConfigDict
 
 from layernodes.plan import schedules
+from layernodes.plan.causes import ExposedBecause, name_some
 from layernodes.plan.costs import CostModel
 from layernodes.plan.optimize import optimize_pair_with_report, optimize_with_report
 from layernodes.plan.rules import Rules
@@ -23,7 +24,7 @@ from layernodes.plan.units import in_seconds
 from layernodes.plan.validate import find_violations
 from layernodes.slots import Phase, StreamType
 
-_LEAST: Final = 1e-3
+LEAST: Final = 1e-3
 """The share of the makespan that a change must save to be worth a line."""
 _BEST: Final = "the optimizer's order"
 _DEFERRED: Final = "weight gradients deferred, in the optimizer's order"
@@ -51,17 +52,23 @@ class WhatIf(BaseModel):
 
 
 def find_what_helps(
-    schedule: Schedule | PairSchedule, rules: Rules, costs: CostModel, *, max_states: int
+    schedule: Schedule | PairSchedule,
+    rules: Rules,
+    costs: CostModel,
+    causes: Sequence[ExposedBecause] = (),
+    *,
+    max_states: int,
 ) -> tuple[WhatIf, ...]:
     """The changes that make a run shorter, the best first.
 
     Args:
         schedule, rules: its steps, and what they must come after. For part of a schedule no other order is tried.
         costs: what they cost.
+        causes: of what is exposed; moves that were tried are among the changes.
         max_states: how much the optimizer may search.
     """
     now = simulate_steps(schedule, costs, rules).makespan
-    changes = [*_cheaper(schedule, rules, costs)]
+    changes = [*_cheaper(schedule, rules, costs), *_moves(causes, now)]
     if not find_violations(schedule.steps, rules):
         if isinstance(schedule, PairSchedule):
             changes += _other_pairs(rules, costs, max_states)
@@ -70,7 +77,7 @@ def find_what_helps(
     found = [
         WhatIf(change=change, makespan=makespan, saves=1 - makespan / now)
         for change, makespan in changes
-        if makespan < now * (1 - _LEAST)
+        if makespan < now * (1 - LEAST)
     ]
     return tuple(sorted(found, key=lambda one: one.makespan))
 
@@ -85,6 +92,12 @@ def _cheaper(schedule: Schedule | PairSchedule, rules: Rules, costs: CostModel) 
         if getattr(costs, field) > 1:
             undisturbed = costs.model_copy(update={field: 1.0})
             yield change, simulate_steps(schedule, undisturbed, rules).makespan
+
+
+def _moves(causes: Sequence[ExposedBecause], now: float) -> Iterator[_Change]:
+    for cause in causes:
+        if cause.saved_seconds is not None:
+            yield f"{name_some(cause.could_run)} before {cause.waiter}", now - cause.saved_seconds
 
 
 def _other_pairs(rules: Rules, costs: CostModel, max_states: int) -> Iterator[_Change]:

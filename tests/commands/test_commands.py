@@ -58,7 +58,7 @@ def test_check_says_valid(words: list[str], capsys: pytest.CaptureFixture[str]) 
     assert main("check", *words, "--layers", "3") == 0
     assert capsys.readouterr().out.startswith("valid: ")
     assert main("check", *words, "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {"valid": True, "violations": []}
+    assert json.loads(capsys.readouterr().out) == {"valid": True, "violations": [], "advice": []}
 
 
 def test_check_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +84,7 @@ def test_check_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["show", "missing.txt"], "missing.txt"),
         (["show", "serial", "--layers", "two"], "give '4' or"),
         (["show", "serial", "--layers", "moe*99999"], "more than 10000"),
-        (["show", "serial", "--mtp", "-1"], "mtp=-1"),
+        (["show", "serial", "--mtp", "-1"], "--mtp is -1; give 0 or more"),
         (["show", "forward_only", "--pair"], "no pair form"),
         (["simulate", "serial", "--costs", "deepsek"], "unknown preset 'deepsek'"),
         (["simulate", "serial", "--costs", "missing.json"], "missing.json"),
@@ -101,7 +101,7 @@ def test_check_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[
     ],
 )
 def test_errors_are_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """On standard error, with exit code 2 for wrong usage and 1 for anything else."""
+    """On standard error, with the exit codes of ``test_exit_codes``."""
     assert main(*words) in (1, 2)
     captured = capsys.readouterr()
     assert captured.err.startswith(f"layernodes {words[0]}: error: ")

@@ -90,7 +90,7 @@ def test_check_says_where_a_file_is_malformed(tmp_path: Path, capsys: pytest.Cap
     """A file that holds no schedule is named with line and column; one that is not there is wrong usage."""
     path = tmp_path / "bad.txt"
     path.write_text("F0.pre_process\nF0.L0.mlp!\n")
-    assert main(["check", str(path)]) == 1
+    assert main(["check", str(path)]) == 2
     error = capsys.readouterr().err
     assert "bad.txt" in error
     assert "line 2" in error

@@ -105,7 +105,7 @@ def test_longest_first_and_in_words() -> None:
     assert str(found[1]).split("; ") == [
         "F0.L0.moe_dispatch is exposed for 4 s, and F0.L0.mlp waits",
         "F0.L0.moe_dispatch waits 5 s for F1.L0.moe_dispatch on the communication stream",
-        "F1.L0.mlp could have run beside it (2 s of computation) and stands behind F0.L0.mlp: put it before",
+        "F1.L0.mlp could have run beside it (2 s of computation) and stands behind F0.L0.mlp",
     ]
     assert (
         str(found[2])

@@ -6,12 +6,17 @@ import pytest
 
 import layernodes
 from layernodes.plan import pairs, schedules
-from layernodes.plan.costs import CostModel
+from layernodes.plan.causes import Cause, ExposedBecause
+from layernodes.plan.costs import CostModel, SlotCost
 from layernodes.plan.explanation import Explanation
+from layernodes.plan.infer import infer_rules
+from layernodes.plan.moves import move_before
 from layernodes.plan.schedule import PairSchedule, Schedule
 from layernodes.plan.shape import ChunkShape
 from layernodes.plan.simulate import simulate
 from layernodes.plan.timeline import Timeline
+from tests import oracle
+from tests.support.costs import worked_costs
 
 SHAPE = ChunkShape.of(["moe"], pre_process=False, post_process=False)
 COSTS = CostModel.simple(computation=2, communication=2, backward=1, wgrad=0)
@@ -59,7 +64,7 @@ def test_nothing_exposed() -> None:
     costs = CostModel.simple(computation=2, communication=0)
     found = layernodes.explain(simulate(schedules.serial(SHAPE, 2), costs), costs)
     assert found.causes == ()
-    assert "nothing that was tried would help" in str(found)
+    assert "no communication is exposed, and no change that was tried makes the run 0.1 % shorter" in str(found)
     assert layernodes.explain(Timeline(())).helps == ()
 
 
@@ -107,3 +112,82 @@ def test_forward_only() -> None:
     costs = CostModel.simple(computation=2, communication=2)
     found = helps(layernodes.explain(simulate(schedules.forward_only(SHAPE, 2), costs), costs))
     assert found["the schedule forward_only, two at a time"] == found["the optimizer's order"] == 10
+
+
+_FIFO = "F0.L0.a F1.L0.a F1.L0.d F0.L0.d F0.L0.m F1.L0.m F0.L0.c F1.L0.c"
+
+
+@pytest.mark.parametrize(("combine", "saved"), [(1, 1), (4, 0)])
+def test_moves_are_tried_before_they_are_advised(combine: float, saved: float) -> None:
+    """Worked by hand: attention 1 s, dispatch 4 s, experts 2 s; F1's experts could run in 6-8, beside F0's dispatch.
+
+    They stand behind F0's, in 12-14. Combines of 1 s then run in 12-13 and 14-15; moved, in 12-13 and 13-14. Combines
+    of 4 s run in 12-16 and 16-20, moved or not.
+    """
+    seconds = {"pre_dispatch_computation": 1, "moe_dispatch": 4, "mlp": 2, "moe_combine": combine}
+    costs = CostModel(kinds={"moe": {slot: SlotCost(F=time) for slot, time in seconds.items()}})
+    found = layernodes.explain(simulate(Schedule.parse(oracle.long(_FIFO)), costs), costs)
+    (cause,) = [one for one in found.causes if one.cause is Cause.ORDER]
+    assert (cause.could_run, cause.waiter, cause.saved_seconds) == (("F1.L0.mlp",), "F0.L0.mlp", saved)
+    change = "F1.L0.mlp before F0.L0.mlp"
+    if saved:
+        assert helps(found)[change] == found.makespan - 1 == 14
+        assert "stands behind F0.L0.mlp: put it before, which saves 1 s" in str(cause)
+    else:
+        assert change not in helps(found)
+        assert "stands behind F0.L0.mlp, but before it, it would not make the run shorter" in str(cause)
+
+
+def test_weight_gradients_that_stand_at_the_end() -> None:
+    """The oracle's two worked orders: 25 s with W at the end, 23 s beside the next communication."""
+    late, early = (
+        next(worked for worked in oracle.WORKED if worked["name"] == f"weight gradients {where}")
+        for where in ("at the end", "beside the next communication")
+    )
+    costs = worked_costs(late)
+    found = layernodes.explain(simulate(Schedule.parse(oracle.long(late["steps"])), costs), costs)
+    assert helps(found)["W0.L0.mlp before B0.L0.pre_dispatch_computation"] == early["makespan"] == 23
+    assert [one.saved_seconds for one in found.causes if one.could_run] == [late["makespan"] - early["makespan"]]
+
+
+def test_communication_that_comes_along() -> None:
+    """What could have run needs an exchange behind the waiter, which moves too, with all before it on its stream."""
+    order = Schedule.parse(
+        oracle.long("F0.L0.a F1.L0.a F2.L0.a F0.L0.d F0.L0.m F2.L0.d F1.L0.d F1.L0.m F2.L0.m F0.L0.c F1.L0.c F2.L0.c")
+    )
+    rules = infer_rules(order)
+    cause = ExposedBecause(
+        step="F0.L0.moe_dispatch",
+        seconds=1,
+        waiter="F0.L0.mlp",
+        cause=Cause.ORDER,
+        behind=None,
+        behind_seconds=0,
+        could_run=("F1.L0.mlp",),
+        could_run_seconds=1,
+    )
+    moved = move_before(cause, order, rules)
+    assert moved == Schedule.parse(
+        oracle.long("F0.L0.a F1.L0.a F2.L0.a F0.L0.d F2.L0.d F1.L0.d F1.L0.m F0.L0.m F2.L0.m F0.L0.c F1.L0.c F2.L0.c")
+    )
+    own = cause.model_copy(update={"could_run": ("F0.L0.moe_combine",)})
+    assert move_before(own, order, rules) is None  # it needs the waiter itself
+
+
+@pytest.mark.parametrize("communication", [1e-5, 0.3, 1.0, 3.0])
+@pytest.mark.parametrize("name", ["serial", "combined_1f1b", "forward_forward"])
+def test_advice_and_verdict_agree(name: str, communication: float) -> None:
+    """Whatever is advised is shorter, and the verdict says no more than that nothing reaches its threshold."""
+    shape = ChunkShape.of(["moe"] * 2, wgrad=True)
+    costs = CostModel.simple(computation=1, communication=communication)
+    costs = costs.model_copy(update={"ends": {"pre_process": SlotCost(F=1e-6), "post_process": SlotCost(F=1)}})
+    order = schedules.BUILT_IN[name](shape, 3)
+    found = layernodes.explain(simulate(order, costs), costs, max_states=200)
+    for cause in found.causes[:5]:
+        moved = move_before(cause, order, infer_rules(order))
+        assert (cause.saved_seconds is None) == (moved is None)
+        if moved is not None:
+            assert cause.saved_seconds == pytest.approx(found.makespan - simulate(moved, costs).makespan, abs=1e-7)
+            assert ("put it before, which saves" in str(cause)) == (simulate(moved, costs).makespan < found.makespan)
+    assert ("no change that was tried" in str(found)) == (found.helps == ())
+    assert "nothing" not in str(found).rpartition("\n\n")[2]

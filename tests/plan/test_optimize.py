@@ -274,7 +274,8 @@ def test_forward_only_and_empty() -> None:
     assert forward.makespan == 13
     validate_pair(optimize_pair(shape, None, costs), shape, None)
     validate_pair(optimize_pair(None, shape, costs), None, shape)
-    assert optimize(shape, costs, num_microbatches=0) == Schedule()
+    with pytest.raises(ScheduleError, match="num_microbatches=0; give 1 or more"):
+        optimize(shape, costs, num_microbatches=0)
     assert optimize_pair(None, None, costs) == PairSchedule()
 
 
