@@ -49,21 +49,31 @@ def factories_of(kind: LayerKind, split_combine: bool) -> dict[SlotKey, NodeFact
     return factories
 
 
-def build_node(factory: NodeFactory, slot: SlotKey, layer: Module) -> ScheduleNode:
-    """The node that a factory makes for a slot; PlanError where it makes none for that slot."""
-    if not callable(factory):
-        raise PlanError(f"nodes[{name_of(slot)}] is {factory!r}; give a node class or a callable that takes the layer")
+def factory_fault(factory: object) -> str | None:
+    """What ``factory`` is and what to give in its place, where it is no node class or callable that takes the layer."""
     if isinstance(factory, ScheduleNode):
         name = type(factory).__name__
-        raise PlanError(
-            f"nodes[{name_of(slot)}] is a {name}, made already; "
-            f"give the class, {name}, or a function that takes the layer"
+        return f"a {name}, made already; give the class, {name}, or a function that takes the layer"
+    if isinstance(factory, Module):
+        return (
+            f"a {type(factory).__name__}, a module; give a node class, or a function that takes the layer and returns "
+            f"a node"
         )
+    if not callable(factory):
+        return f"{factory!r}; give a node class or a callable that takes the layer"
     if isinstance(factory, type) and not issubclass(factory, ScheduleNode):
-        raise PlanError(
-            f"nodes[{name_of(slot)}] is the class {factory.__name__}, which is no ScheduleNode; derive it from "
-            f"ScheduleNode, or from the node whose place it takes"
+        return (
+            f"the class {factory.__name__}, which is no ScheduleNode; derive it from ScheduleNode, or from the node "
+            f"whose place it takes"
         )
+    return None
+
+
+def build_node(factory: NodeFactory, slot: SlotKey, layer: Module) -> ScheduleNode:
+    """The node that a factory makes for a slot; PlanError where it makes none for that slot."""
+    fault = factory_fault(factory)
+    if fault is not None:
+        raise PlanError(f"nodes[{name_of(slot)}] is {fault}")
     node = factory(layer)
     if not isinstance(node, ScheduleNode):
         raise PlanError(
