@@ -15,7 +15,7 @@ class LayerNodesError(Exception):
 
 
 class NodeDefinitionError(LayerNodesError, TypeError):
-    """A node class is written wrongly; raised when the class is defined."""
+    """A node class is written wrongly; raised when it is defined, or, unfinished, when a node is made of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
