@@ -25,7 +25,7 @@ def _remade(kind: type[LayerNodesError], arguments: tuple[object, ...], facts: d
 
 
 class NodeDefinitionError(LayerNodesError, TypeError):
-    """A node class is written wrongly; raised when the class is defined."""
+    """A node class is written wrongly; raised when it is defined, or, unfinished, when a node is made of it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from layernodes.errors import NodeStateError
+from layernodes.errors import NodeStateError, PlanError
 from layernodes.stand_in import PARTS, Site, deliver, replaced, stand_in_for
 
 Compute = Callable[[], Tensor | None]
@@ -205,6 +205,28 @@ class WgradHook(Protocol):
     def parameters(self) -> Iterable[Parameter]:
         """The parameters whose gradients ``backward_dw`` delivers."""
         ...
+
+
+def check_hook(name: str, hook: object) -> None:
+    """Refuse what a node of class ``name`` returned from ``wgrad_hook()`` and a ``W`` step could not call.
+
+    Raises:
+        PlanError: it is neither None nor an object with the two methods of ``WgradHook``.
+    """
+    if hook is None:
+        return
+    if isinstance(hook, type):
+        raise PlanError(
+            f"{name}.wgrad_hook() returned the class {hook.__name__}; return an object of it, made anew at each call"
+        )
+    missing = [f"no {verb!r}" for verb in ("backward_dw", "parameters") if not callable(getattr(hook, verb, None))]
+    if missing:
+        raise PlanError(
+            f"{name}.wgrad_hook() returned {type(hook).__name__}, which has {' and '.join(missing)}; return an "
+            f"object with backward_dw(), which computes what backward held back, and parameters(), which names the "
+            f"weights. Where no module holds gradients back, leave wgrad_hook() out: those of linears are deferred "
+            f"without it"
+        )
 
 
 @final

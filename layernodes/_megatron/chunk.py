@@ -75,7 +75,7 @@ class ModelChunk(ABC):
 
         Raises:
             UnsupportedLayerError: an argument that the split path does not pass on.
-            BatchError: an argument that ``model.forward`` does not have, or lacks.
+            BatchError: an argument that ``model.forward`` does not have, or cannot do without.
         """
         state: Any = ChunkState()
         arguments = dict(batch)
@@ -92,6 +92,7 @@ class ModelChunk(ABC):
                 raise UnsupportedLayerError(
                     f"batch has {name}; schedules are for training, leave it out", field=name, value=batch[name]
                 )
+        self._check_inputs(arguments)
         check_block_kwargs(arguments.get("extra_block_kwargs"))
         check_padding_mask(arguments.get("padding_mask"), (*self.decoder_layers, *self.mtp_layers))
         check_recomputed_norms(
@@ -103,6 +104,26 @@ class ModelChunk(ABC):
         state.model = self.model
         state.context = state.context_mask = state.attention_bias = None
         return state
+
+    def _check_inputs(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse what the model's own forward would fail at, somewhere inside of an embedding."""
+        model = self.model
+        user = "multi-token prediction" if self.mtp_layers else None
+        if model.pre_process and arguments.get("decoder_input") is None:
+            user = "embedding"
+        needed = {}
+        if user is not None:
+            needed["input_ids"] = user
+            if getattr(model.embedding, "add_position_embedding", False):
+                needed["position_ids"] = f"{user}, whose positions are learned,"
+        if model.position_embedding_type == "mrope" and not model.config.multi_latent_attention:
+            needed["position_ids"] = "rotary embedding (mrope)"
+        for name, user in needed.items():
+            if arguments.get(name) is None:
+                raise BatchError(
+                    f"the batch has no {name}, which the {user} of this {self.model_class.__name__} needs; add it, as "
+                    f"for the plain model, which fails without it"
+                )
 
     def begin_microbatch(self) -> None:
         """What ``GPTModel.forward`` does before its first computation."""

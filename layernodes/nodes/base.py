@@ -26,7 +26,7 @@ from layernodes._megatron.deferral import deferrable_sites, deferring_parallel_l
 from layernodes.errors import NodeStateError
 from layernodes.linear import deferring_products
 from layernodes.nodes.copies import on_copies, own, owned
-from layernodes.nodes.definition import check_definition
+from layernodes.nodes.definition import check_complete, check_definition
 from layernodes.nodes.edges import EdgeAudit, note_taken, note_written
 from layernodes.slots import ExtraSlot, Slot, StreamType
 from layernodes.stand_in import Site
@@ -45,7 +45,7 @@ class ScheduleNode(ABC):
     ``frees_input``. ``put``, ``take`` and ``__call__`` are final.
 
     Raises:
-        NodeDefinitionError: at class definition, for a missing or wrong declaration.
+        NodeDefinitionError: at class definition, for a missing or wrong declaration; without ``forward``, when made.
     """
 
     slot: ClassVar[Slot | ExtraSlot]
@@ -65,6 +65,7 @@ class ScheduleNode(ABC):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:  # Any: a subclass's own __init__ says what it takes
         """Bind the declarations, so that a subclass need not call ``super().__init__`` for the verbs to work."""
+        check_complete(cls)
         node = super().__new__(cls)
         node._reads = cls.reads
         node._writes = cls.writes

@@ -1,10 +1,11 @@
-"""What is checked of a node class when it is defined."""
+"""What is checked of a node class when it is defined, and when a node is made of it."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from types import FunctionType
+from typing import TYPE_CHECKING, Final, cast
 
 from layernodes.errors import NodeDefinitionError
 from layernodes.slots import ExtraSlot, Slot, StreamType
@@ -12,10 +13,13 @@ from layernodes.slots import ExtraSlot, Slot, StreamType
 if TYPE_CHECKING:
     from layernodes.nodes.base import ScheduleNode
 
+_POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_FORWARD: Final = "declare forward(self, ctx, *inputs): the microbatch's context, then what the slot before returned"
+
 
 def check_definition(cls: type[ScheduleNode], verbs: Sequence[str]) -> None:
     """Raise NodeDefinitionError for a missing or wrong declaration, or an override of one of the final ``verbs``."""
-    name = f"{cls.__name__}({', '.join(base.__name__ for base in cls.__bases__)})"
+    name = _title(cls)
     for verb in verbs:
         if verb in cls.__dict__:
             raise NodeDefinitionError(
@@ -61,13 +65,43 @@ def _check_handoff_map(name: str, attribute: str, declared: object) -> None:
             )
 
 
+def check_complete(cls: type[ScheduleNode]) -> None:
+    """Raise NodeDefinitionError where a node is made of a class whose methods are not all written."""
+    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    if not missing:
+        return
+    name = missing[0]
+    how = (
+        "write def forward(self, ctx, *inputs), which returns a tensor or a tuple of tensors"
+        if name == "forward"
+        else "write it in a subclass, and make the node of that"
+    )
+    raise NodeDefinitionError(f"{_title(cls)} has no {', no '.join(map(repr, missing))}; {how}")
+
+
 def _check_forward(name: str, cls: type[ScheduleNode]) -> None:
-    kinds = [p.kind for p in inspect.signature(cls.forward).parameters.values()]
-    positional = [k for k in kinds if k in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    if len(positional) < 2 and inspect.Parameter.VAR_POSITIONAL not in kinds:
+    if not callable(cls.forward):
+        raise NodeDefinitionError(f"{name}.forward is {cls.forward!r}; {_FORWARD}")
+    declared = inspect.getattr_static(cls, "forward")
+    if not isinstance(declared, FunctionType | staticmethod | classmethod):
+        return  # a descriptor of another kind, which alone knows what it takes
+    parameters = [p.replace(annotation=p.empty) for p in inspect.signature(cls.forward).parameters.values()]
+    signature = inspect.Signature(parameters)
+    if isinstance(declared, FunctionType) and parameters and parameters[0].kind in _POSITIONAL:
+        del parameters[0]  # self
+    kinds = [parameter.kind for parameter in parameters]
+    if sum(kind in _POSITIONAL for kind in kinds) < 2 and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        raise NodeDefinitionError(f"{name}.forward takes {signature}; {_FORWARD}")
+    wanting = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if wanting:
         raise NodeDefinitionError(
-            f"{name}.forward takes {inspect.signature(cls.forward)}; declare forward(self, ctx, *inputs)"
+            f"{name}.forward takes {signature}; it is called with the context and the inputs alone: give "
+            f"{', '.join(map(repr, wanting))} a default, or take it in __init__"
         )
+
+
+def _title(cls: type) -> str:
+    return f"{cls.__name__}({', '.join(base.__name__ for base in cls.__bases__)})"
 
 
 def _is_abstract(cls: type) -> bool:

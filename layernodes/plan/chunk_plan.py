@@ -158,7 +158,11 @@ class ChunkPlan:
 
         Args:
             batch: the keyword arguments of ``model.forward`` (and ``hidden_states`` for a chunk without pre-process);
-                for ``ChunkPlan.of`` the input tensor, or the tensor and a dict of attributes for the chunk state.
+                one that the model takes None for may be left out. For ``ChunkPlan.of`` the input tensor, or the tensor
+                and a dict of attributes for the chunk state.
+
+        Raises:
+            BatchError: something else, or without an argument that the model needs.
         """
         return ChunkRun(self, self._chunk, batch)
 

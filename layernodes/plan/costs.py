@@ -11,7 +11,6 @@ computes them too, and takes ``B + W`` seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Self, final
@@ -20,6 +19,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from layernodes.errors import CostError
 from layernodes.plan.arguments import check_argument
+from layernodes.plan.closest import closest
 from layernodes.plan.file_kinds import COSTS, found_instead
 from layernodes.plan.grid import usual_stream
 from layernodes.plan.measurement import Measurement
@@ -194,8 +194,8 @@ class CostModel(StrictModel):
             )
         found = self.kinds[kind].get(slot)
         if found is None:
-            close = get_close_matches(slot, self.kinds[kind], n=1)
-            hint = f" (it has {close[0]!r})" if close else ""
+            meant = closest(slot, tuple(self.kinds[kind]))
+            hint = f" (it has {meant!r})" if meant else ""
             raise CostError(
                 f"no cost for slot {slot!r} of layer {layer}, which is of kind {kind!r}{hint}; add "
                 f"kinds[{kind!r}][{slot!r}], with zeros if it is free"

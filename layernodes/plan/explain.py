@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from difflib import get_close_matches
-from functools import lru_cache
 from typing import NamedTuple
 
 from layernodes.errors import Violation
+from layernodes.plan.closest import closest
 from layernodes.plan.rules import Mode, Rules
 from layernodes.plan.shape import ChunkShape
 from layernodes.plan.step import Step
@@ -77,23 +76,17 @@ def _slot_reason(step: Step, shape: ChunkShape) -> _Reason:
     if step.layer is None:
         if step.slot in CHUNK_ENDS:
             return _Reason("foreign", None, f"has no place: this chunk has no {step.slot}")
-        closest = _closest(step.slot, shape.ends, 0.6)
+        meant = closest(step.slot, shape.ends)
         names, owner = shape.ends, "the ends of this chunk are"
         hint = f"steps of a layer name it, as in {Step(step.phase, step.microbatch, 0, step.slot)}"
     else:
-        closest = _closest(step.slot, shape.layers[step.layer].slot_names, 0.0)
+        meant = closest(step.slot, shape.layers[step.layer].slot_names)
         names, owner = shape.layers[step.layer].slot_names, f"layer {step.layer} has"
         hint = ""
-    if closest is not None:
-        hint = f"did you mean {Step(step.phase, step.microbatch, step.layer, closest)}?"
+    if meant is not None:
+        hint = f"did you mean {Step(step.phase, step.microbatch, step.layer, meant)}?"
     text = f"names an unknown slot {step.slot!r}: {owner} {', '.join(names) or 'none'}" + (f"; {hint}" if hint else "")
-    return _Reason("unknown_slot", closest, text)
-
-
-@lru_cache(maxsize=256)
-def _closest(name: str, names: tuple[str, ...], cutoff: float) -> str | None:
-    """The closest of some names; remembered, since one misspelling usually fills a whole schedule."""
-    return next(iter(get_close_matches(name, names, n=1, cutoff=cutoff)), None)
+    return _Reason("unknown_slot", meant, text)
 
 
 def _deferred(step: Step, shape: ChunkShape) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from layernodes.plan.slot_nodes import (
     spelling,
 )
 from layernodes.slots import ExtraSlot, Slot
+from layernodes.wgrad import check_hook
 
 
 class WgradMode(StrEnum):
@@ -118,7 +119,8 @@ class LayerPlan:
         Raises:
             UnsupportedLayerError: a layer or configuration that is not handled; names field and value.
             PlanError: a slot that the layer does not have, a node for another slot, a handoff read that no earlier slot
-                writes, or a layer that is not Megatron-Core's without nodes.
+                writes, a ``wgrad_hook()`` that returns no hook, or a layer that is not Megatron-Core's without nodes.
+            NodeDefinitionError: a node class without ``forward``.
         """
         if nodes is not None:
             check_argument("nodes", nodes, Mapping)
@@ -144,12 +146,12 @@ class LayerPlan:
         mode = WgradMode(wgrad)
         for slot, node in built.items():
             if mode is WgradMode.AUTO:
+                check_hook(type(node).__name__, node.wgrad_hook())
                 node.defer_wgrads()
             elif kind is not LayerKind.OTHER and delays_wgrads(layer) and node.own_deferred_parameters():
                 raise UnsupportedLayerError(
                     f"{name_of(slot)} has modules that hold their weight gradients back (delay_wgrad_compute is on), "
-                    f"and wgrad='off' would never compute them; build with wgrad='auto', or switch delay_wgrad_compute "
-                    f"off",
+                    f"and wgrad='off' would never compute them; build with wgrad='auto', or switch that off",
                     field="delay_wgrad_compute",
                     value=True,
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from torch.nn import Module
@@ -49,21 +49,31 @@ def factories_of(kind: LayerKind, split_combine: bool) -> dict[SlotKey, NodeFact
     return factories
 
 
-def build_node(factory: NodeFactory, slot: SlotKey, layer: Module) -> ScheduleNode:
-    """The node that a factory makes for a slot; PlanError where it makes none for that slot."""
-    if not callable(factory):
-        raise PlanError(f"nodes[{name_of(slot)}] is {factory!r}; give a node class or a callable that takes the layer")
+def factory_fault(factory: object) -> str | None:
+    """What ``factory`` is and what to give in its place, where it is no node class or callable that takes the layer."""
     if isinstance(factory, ScheduleNode):
         name = type(factory).__name__
-        raise PlanError(
-            f"nodes[{name_of(slot)}] is a {name}, made already; "
-            f"give the class, {name}, or a function that takes the layer"
+        return f"a {name}, made already; give the class, {name}, or a function that takes the layer"
+    if isinstance(factory, Module):
+        return (
+            f"a {type(factory).__name__}, a module; give a node class, or a function that takes the layer and returns "
+            f"a node"
         )
+    if not callable(factory):
+        return f"{factory!r}; give a node class or a callable that takes the layer"
     if isinstance(factory, type) and not issubclass(factory, ScheduleNode):
-        raise PlanError(
-            f"nodes[{name_of(slot)}] is the class {factory.__name__}, which is no ScheduleNode; derive it from "
-            f"ScheduleNode, or from the node whose place it takes"
+        return (
+            f"the class {factory.__name__}, which is no ScheduleNode; derive it from ScheduleNode, or from the node "
+            f"whose place it takes"
         )
+    return None
+
+
+def build_node(factory: NodeFactory, slot: SlotKey, layer: Module) -> ScheduleNode:
+    """The node that a factory makes for a slot; PlanError where it makes none for that slot."""
+    fault = factory_fault(factory)
+    if fault is not None:
+        raise PlanError(f"nodes[{name_of(slot)}] is {fault}")
     node = factory(layer)
     if not isinstance(node, ScheduleNode):
         raise PlanError(
@@ -84,6 +94,7 @@ def check_handoffs(nodes: Mapping[SlotKey, ScheduleNode]) -> None:
     for node in nodes.values():
         for name in node._reads:
             if name not in writers:
+                _refuse_forgotten(nodes.values(), name, "writes", "reads")
                 raise PlanError(
                     f"{type(node).__name__} reads {name!r}, which no earlier slot of this layer writes; "
                     f"let an earlier node declare it in 'writes' and put it "
@@ -101,10 +112,31 @@ def check_handoffs(nodes: Mapping[SlotKey, ScheduleNode]) -> None:
                     f"{type(node).__name__} and {type(writers[name]).__name__} both write {name!r}; rename one of them"
                 )
             writers[name] = node
-    for name in writers.keys() - readers.keys():
+    for name in sorted(writers.keys() - readers.keys()):
+        _refuse_forgotten(nodes.values(), name, "reads", "writes")
         raise PlanError(
             f"{type(writers[name]).__name__} writes {name!r}, which no later slot of this layer reads; it would "
             f"never be freed: let a later node declare it in 'reads' and take it, or do not write it"
+        )
+
+
+def _refuse_forgotten(nodes: Collection[ScheduleNode], name: str, attribute: str, counterpart: str) -> None:
+    """Raise PlanError where a node would have ``name`` among its ``reads`` or ``writes``, had its class, which declares
+    them anew, kept those of its base."""
+    wanted = {handoff for node in nodes for handoff in getattr(node, f"_{counterpart}")}
+    there = {handoff for node in nodes for handoff in getattr(node, f"_{attribute}")}
+    for node in nodes:
+        declaring, *bases = [kind for kind in type(node).__mro__ if attribute in vars(kind)]
+        own = vars(declaring)[attribute]
+        base = next((kind for kind in bases if name in vars(kind)[attribute]), None)
+        if base is None or name in own or declaring is CombineExchangeNode:  # leaves them to PostCombineNode
+            continue
+        missing = sorted((vars(base)[attribute].keys() - own.keys()) & wanted - there)
+        others = "later slots read" if attribute == "writes" else "earlier slots write"
+        raise PlanError(
+            f"{declaring.__name__} declares {attribute!r} without those of its base {base.__name__}: "
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing, which {others}; declare "
+            f"{attribute} = {{**{base.__name__}.{attribute}{''.join(f', {key!r}: ...' for key in own)}}}"
         )
 
 

@@ -21,6 +21,7 @@ from layernodes.plan.step import Step
 from layernodes.release import may_release
 from layernodes.slots import Slot
 from layernodes.testing.bench import NodeBench, node_names
+from layernodes.testing.hooks import check_hooks
 from layernodes.testing.orders import random_schedule
 from layernodes.testing.report import Check, Finding
 from layernodes.testing.watch import Watch, attributes, changed, no_collection, owners_of
@@ -42,8 +43,8 @@ def check_life_cycle(bench: NodeBench, slot: SlotKey) -> Iterator[Finding]:
     yield from _check_forward_alone(bench)
     for name, node in node_names(bench.chunk):
         if node.slot == slot:
-            yield from _check_hook(name, node)
             yield from _check_inputs(bench, name, node)
+    yield from check_hooks(bench, slot)
     yield from _check_random_numbers(bench)
 
 
@@ -144,25 +145,6 @@ def _check_forward_alone(bench: NodeBench) -> Iterator[Finding]:
             check=Check.LIFE_CYCLE,
             found="a forward alone, without gradients, returns something else than the forward of a training step",
             advice="let the output not depend on torch.is_grad_enabled() or on requires_grad",
-        )
-
-
-def _check_hook(name: str, node: ScheduleNode) -> Iterator[Finding]:
-    first, second = node.wgrad_hook(), node.wgrad_hook()
-    if first is None or second is None:
-        return
-    if first is second:
-        yield Finding(
-            check=Check.LIFE_CYCLE,
-            found=f"{name}.wgrad_hook() returns the same object twice",
-            advice="return a fresh hook for each microbatch: two may wait for their W at once",
-        )
-    held = {id(parameter) for module in node.modules() for parameter in module.parameters()}
-    if not all(id(parameter) in held for parameter in first.parameters()):
-        yield Finding(
-            check=Check.LIFE_CYCLE,
-            found=f"the hook of {name} delivers gradients of parameters that no module of modules() holds",
-            advice="let modules() return the modules that hold them",
         )
 
 

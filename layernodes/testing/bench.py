@@ -142,6 +142,15 @@ class NodeBench:
         assert isinstance(output, Tensor)
         return output
 
+    def remade(self, slot: SlotKey) -> list[str]:
+        """Names of the parameters that a node at ``slot`` does not take from its layer: two nodes of one layer hold
+        different ones."""
+        names = []
+        for one, other in zip(self.chunk.layers, self._joined, strict=True):
+            held, again = (dict(_parameters(plan.nodes[slot])) for plan in (one, other))
+            names += [name for name, parameter in held.items() if again.get(name) is not parameter]
+        return list(dict.fromkeys(names))
+
     def plainly(self, x: Tensor, given: Mapping[str, Any]) -> Tensor:
         """What the layers do without nodes; where nobody says what that is, the nodes in one graph."""
         if self._plain is None:
@@ -204,6 +213,14 @@ class _JoinedContext:
     def detach(self, t: Tensor) -> Tensor:
         """Nothing is cut."""
         return t
+
+
+def _parameters(node: ScheduleNode) -> Iterator[tuple[str, Parameter]]:
+    for attribute, value in vars(node).items():
+        if isinstance(value, Module):
+            yield from ((f"{attribute}.{name}", parameter) for name, parameter in value.named_parameters())
+        elif isinstance(value, Parameter):
+            yield attribute, value
 
 
 def _sums(gradients: Sequence[Tensor | None]) -> Iterator[Tensor | None]:

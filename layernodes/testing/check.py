@@ -26,8 +26,11 @@ from layernodes.plan.registry import NodeFactory, SlotKey
 from layernodes.plan.rng import RngMode
 from layernodes.plan.schedule import Schedule
 from layernodes.plan.wgrad import WgradPlace
+from layernodes.slots import Phase
 from layernodes.testing.aftermath import check_faults, check_life_cycle, check_memory
 from layernodes.testing.bench import Batch, NodeBench, PlainLayer
+from layernodes.testing.given import check_given
+from layernodes.testing.hints import stream_notes
 from layernodes.testing.orders import random_schedule
 from layernodes.testing.report import Check, Finding, NodeCheckError, NodeReport
 
@@ -60,12 +63,14 @@ def check_node(
         seed: chooses them.
 
     Returns:
-        What was done.
+        What was done, and notes: what is no fault and probably not meant.
 
     Raises:
         NodeCheckError: something is wrong; its text and its ``report`` say what, where, and what to change.
-        OptionError: the arguments do not fit: one batch alone, or no schedule.
+        ArgumentError: an argument of another kind, such as a node object for its class, or one tensor for the batches.
+        OptionError: the arguments do not fit: one batch alone, no layer, or no schedule.
     """
+    check_given(node, layer, batches, nodes, plain, examples, seed)
     if not 2 <= len(batches) <= 4 or examples < 1:
         raise OptionError(
             f"check_node was given {len(batches)} batches and examples={examples}; give 2 to 4 batches, since "
@@ -98,6 +103,7 @@ class _Examination:
 
     def run(self, examples: int, seed: int) -> NodeReport:
         """Everything, as far as it makes sense."""
+        notes: list[str] = []
         benches = self._within(Check.PLAN, "mend what the message says", self._build)
         if benches and self._check_formula(benches):
             for bench in benches:
@@ -109,12 +115,14 @@ class _Examination:
                 (Check.FAULTS, self._check_faults),
             ):
                 self._findings += self._within(check, "see the message", partial(look, benches[-1], self._slot))
+            notes = stream_notes(benches[0], self._slot)
         return NodeReport(
             node=self._name,
             done=tuple(self._done),
             schedules=self._num_schedules,
             faults=self._num_faults,
             findings=tuple(dict.fromkeys(self._findings)),
+            notes=tuple(notes),
         )
 
     def _within[T](self, check: Check, advice: str, look: Callable[[], Iterable[T]]) -> list[T]:
@@ -141,6 +149,17 @@ class _Examination:
             bench = NodeBench(self._layers, nodes, self._batches, self._plain, wgrad)
             if wgrad is WgradMode.OFF or any(bench.chunk.shape.wgrad_slots):
                 benches.append(bench)
+        remade = benches[0].remade(made.slot)
+        if remade:
+            self._findings.append(
+                Finding(
+                    check=Check.PLAN,
+                    found=f"{self._name} makes parameters of its own: {_list(remade)}",
+                    advice="let the layer hold them, and the node take them from there: a node is made anew for each "
+                    "plan, with other values then, and no optimizer and no checkpoint has what a node alone holds",
+                )
+            )
+            return []
         return benches
 
     def _check_formula(self, benches: Sequence[NodeBench]) -> bool:
@@ -211,6 +230,11 @@ def _schedules(bench: NodeBench, examples: int, seed: int) -> Iterable[tuple[str
 def _advice(error: Exception) -> str | None:
     if isinstance(error, StreamOrderError):
         return "what one slot makes and another uses must be an output or a declared handoff, of this microbatch"
+    if isinstance(error, StepError) and error.step.startswith(Phase.W.value):
+        return (
+            "backward_dw() of the hook, or what it calls, must compute what the backward of this microbatch held back; "
+            "where no module holds its gradients back, leave wgrad_hook() out: those of linears are deferred without it"
+        )
     if isinstance(error, StepError):
         return (
             "the message is the node's own error; if it does not come up under schedules.serial too, it is because "

@@ -51,6 +51,7 @@ class NodeReport:
         schedules: how many schedules were run.
         faults: how many exceptions were planted.
         findings: everything that is wrong; empty where all is well.
+        notes: what is legal and probably not meant, such as a product of matrices on the communication stream.
     """
 
     node: str
@@ -58,15 +59,17 @@ class NodeReport:
     schedules: int
     faults: int
     findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         looked = f"{', '.join(check.value for check in self.done)}; {self.schedules} schedules, {self.faults} faults"
+        notes = "".join(f"\n  note: {note}" for note in self.notes)
         if not self.findings:
-            return f"{self.node}: nothing wrong ({looked})"
+            return f"{self.node}: nothing wrong ({looked}){notes}"
         left_out = [check.value for check in Check if check not in self.done]
         tail = f"\nnot looked at before these are mended: {', '.join(left_out)}" if left_out else ""
         listed = "\n".join(f"  {finding}" for finding in self.findings)
-        return f"{self.node}: {len(self.findings)} found ({looked})\n{listed}{tail}"
+        return f"{self.node}: {len(self.findings)} found ({looked})\n{listed}{notes}{tail}"
 
 
 class NodeCheckError(LayerNodesError, AssertionError):

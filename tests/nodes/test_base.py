@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -50,6 +52,10 @@ def _node(name: str, slot: Slot, forward: Any, **declarations: Any) -> Any:
     return lambda layer: cls()
 
 
+def _forward_with_scale(self: Any, ctx: Any, x: Any, *, scale: Any) -> Any:
+    return x * scale
+
+
 class TestDefinition:
     """What is wrong is refused when the class is defined."""
 
@@ -81,6 +87,19 @@ class TestDefinition:
                 {"slot": P, "stream": StreamType.COMM, "forward": lambda self: None},
                 r"forward takes \(self\); declare forward\(self, ctx, \*inputs\)",
             ),
+            (
+                {"slot": P, "stream": StreamType.COMM, "forward": lambda self, x: x},
+                r"forward takes \(self, x\); declare forward\(self, ctx, \*inputs\): the microbatch's context, t",
+            ),
+            (
+                {"slot": P, "stream": StreamType.COMM, "forward": staticmethod(lambda x: x)},
+                r"forward takes \(x\); declare forward\(self, ctx, \*inputs\)",
+            ),
+            (
+                {"slot": P, "stream": StreamType.COMM, "forward": _forward_with_scale},
+                r"forward takes \(self, ctx, x, \*, scale\); .*give 'scale' a default, or take it in __init__",
+            ),
+            ({"slot": P, "stream": StreamType.COMM, "forward": 3}, r"forward is 3; declare forward\(self, ctx, \*inp"),
         ],
     )
     def test_wrong_declarations(self, namespace: dict[str, Any], message: str) -> None:
@@ -106,6 +125,41 @@ class TestDefinition:
             _define("Child", (base,))
         child = _define("Child", (base,), slot=M, stream=StreamType.COMPUTE)
         assert child().slot is M
+
+    @pytest.mark.parametrize(
+        "forward",
+        [
+            lambda self, ctx, x: x,
+            lambda self, ctx, x, y=None: x,
+            lambda self, ctx, *inputs: inputs[0],
+            lambda self, *given: given[1],
+            lambda *given: given[2],
+            lambda self, ctx, x, *, scale=1.0, **more: x * scale,
+            staticmethod(lambda ctx, x: x),
+            classmethod(lambda cls, ctx, x: x),
+            functools.partialmethod(_forward_with_scale, scale=1.0),
+            torch.no_grad()(lambda self, ctx, x: x),
+        ],
+    )
+    def test_forwards_that_can_be_called(self, forward: Any) -> None:
+        """Every way to write one that takes a context and an input."""
+        node = _define("MyNode", slot=M, stream=StreamType.COMPUTE, forward=forward)
+        plan = LayerPlan.build(nn.Linear(2, 2), nodes={M: lambda layer: node()})
+        assert SlotRun(plan).forward(torch.ones(2)).tolist() == [1.0, 1.0]
+
+    @pytest.mark.parametrize("make", [lambda cls: cls, lambda cls: lambda layer: cls()])
+    def test_a_class_without_forward(self, make: Any) -> None:
+        """It may be a base class, so it is told when a node is made of it, by the plan or by a factory."""
+        base = _define("Unfinished", forward=None, slot=M, stream=StreamType.COMPUTE)
+        with pytest.raises(NodeDefinitionError, match=r"Unfinished\(ScheduleNode\) has no 'forward'; write def for"):
+            LayerPlan.build(nn.Linear(2, 2), nodes={M: make(base)})
+
+    def test_a_base_class_with_an_abstract_method_of_its_own(self) -> None:
+        """What is missing is named; a subclass that has it is a node."""
+        base = _define("Base", scale=abstractmethod(lambda self: 1.0), slot=M, stream=StreamType.COMPUTE)
+        with pytest.raises(NodeDefinitionError, match=r"Base\(ScheduleNode\) has no 'scale'; write it in a subclass"):
+            base()
+        assert _define("Child", (base,), scale=lambda self: 2.0)().slot is M
 
     def test_declarations_are_inherited(self) -> None:
         """A subclass of a node class keeps slot, stream, reads and writes."""

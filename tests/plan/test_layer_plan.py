@@ -589,6 +589,14 @@ def test_a_parameter_that_no_node_holds_is_told(node: type[ScheduleNode], caplog
     assert all("no node's modules() hold weight, whose gradients therefore come with B" in text for text in told)
 
 
+class _Hook:
+    def backward_dw(self) -> None:
+        """Nothing."""
+
+    def parameters(self) -> tuple[Any, ...]:
+        return ()
+
+
 class TestRefusals:
     """What does not fit together is refused when the plan is built, with a message that says what to change."""
 
@@ -640,6 +648,69 @@ class TestRefusals:
             LayerPlan.build(_layer(), nodes=nodes)
         assert isinstance(caught.value, LayerNodesError)
         assert isinstance(caught.value, ValueError)
+
+    @pytest.mark.parametrize(
+        ("slot", "base", "declared", "message"),
+        [
+            (
+                P,
+                PreDispatchNode,
+                {"writes": {"gate": Tensor}},
+                r"Forgetful declares 'writes' without those of its base PreDispatchNode: pass_to_dispatch, residual, "
+                r"shared_expert_output are missing, which later slots read; declare writes = "
+                r"\{\*\*PreDispatchNode.writes, 'gate': ...\}",
+            ),
+            (
+                P,
+                PreDispatchNode,
+                {"writes": {"residual": Tensor, "pass_to_dispatch": object}},
+                r"Forgetful declares 'writes' without those of its base PreDispatchNode: shared_expert_output is mis",
+            ),
+            (
+                C,
+                CombineNode,
+                {"reads": {"residual": Tensor}},
+                r"Forgetful declares 'reads' without those of its base CombineNode: pass_to_combine, "
+                r"shared_expert_output are missing, which earlier slots write; declare reads = "
+                r"\{\*\*CombineNode.reads, 'residual': ...\}",
+            ),
+        ],
+    )
+    def test_a_subclass_that_forgets_its_base_s_handoffs(
+        self, slot: Slot, base: type[ScheduleNode], declared: Any, message: str
+    ) -> None:
+        """The subclass is named, also where one of it inherits, and not the node that misses the handoff."""
+        forgetful = type("Forgetful", (base,), declared)
+        for node in (forgetful, type("Child", (forgetful,), {})):
+            with pytest.raises(PlanError, match=message):
+                LayerPlan.build(_layer(), nodes={slot: node})
+
+    def test_the_split_combine_leaves_handoffs_to_the_slot_after_it(self) -> None:
+        """``CombineExchangeNode`` drops its base's on purpose: what replaces ``PostCombineNode`` is told of them."""
+        own = _misfit(Slot.POST_COMBINE, reads={"pass_to_post_combine": object})
+        with pytest.raises(PlanError, match="PreDispatchNode writes '.*', which no later slot of this layer reads"):
+            LayerPlan.build(_layer(), nodes={Slot.POST_COMBINE: own}, split_combine=True)
+
+    @pytest.mark.parametrize(
+        ("hook", "message"),
+        [
+            (
+                nn.Linear(2, 2),
+                r"Hooked.wgrad_hook\(\) returned Linear, which has no 'backward_dw'; return an object with "
+                r"backward_dw\(\).*and parameters\(\)",
+            ),
+            (object(), r"returned object, which has no 'backward_dw' and no 'parameters'"),
+            (nn.Linear, r"returned the class Linear; return an object of it, made anew at each call"),
+            ([_Hook()], r"returned list, which has no 'backward_dw'"),
+        ],
+    )
+    def test_a_hook_that_cannot_be_called(self, hook: Any, message: str) -> None:
+        """Found when a plan with deferral is built; without it no hook is asked for."""
+        node = _misfit(M, wgrad_hook=lambda self: hook)
+        node.__name__ = "Hooked"
+        with pytest.raises(PlanError, match=message):
+            LayerPlan.build(nn.Linear(2, 2), nodes={M: node}, wgrad="auto")
+        LayerPlan.build(nn.Linear(2, 2), nodes={M: lambda layer: node()})
 
     def test_a_dense_layer_has_no_dispatch(self) -> None:
         """A dispatch node for a dense layer names the slots that it has."""

@@ -275,6 +275,21 @@ class TestBadNodes:
         _fails(Shares, Check.LIFE_CYCLE, "returns the same object twice", "fresh hook")
 
 
+def test_parameters_that_the_node_makes() -> None:
+    """They are others in each plan."""
+
+    class Own(toy.Send):
+        def __init__(self, layer: toy.Toy) -> None:
+            super().__init__(layer)
+            self.projection = Linear(8, 8, dtype=torch.float64)
+
+        def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor:
+            return super().forward(ctx, self.projection(inputs[0]))
+
+    report = _fails(Own, Check.PLAN, "Own makes parameters of its own: projection.weight, projection.bias", "let the l")
+    assert report.done == (Check.PLAN,)
+
+
 def test_several_faults_are_told_at_once() -> None:
     """The text lists every finding, and what was done."""
 
