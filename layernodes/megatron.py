@@ -113,9 +113,10 @@ class Installation:
             build_layer_callables=self._build,
             get_layer_moe_metadata=lambda layer: self._installed(layer).metadata,
         )
-        for patch in schedule_plan_patches(builders):
-            self._saved.append(Patch(patch.owner, patch.name, patch.owner.__dict__[patch.name]))
-            setattr(patch.owner, patch.name, patch.value)
+        patches = schedule_plan_patches(builders)
+        self._saved = [Patch(owner, name, owner.__dict__[name]) for owner, name, _ in patches]
+        for owner, name, value in patches:
+            setattr(owner, name, value)
         return self
 
     def stop(self) -> None:

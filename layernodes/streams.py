@@ -215,6 +215,14 @@ def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
 
 
+def _stream_in_use() -> torch.Stream | None:
+    """The accelerator's current stream, on its current device; None where there is none, or nobody has used it yet."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not torch.get_device_module(accelerator).is_initialized():
+        return None
+    return torch.accelerator.current_stream()
+
+
 @final
 class ThreadState:
     """What torch keeps for each thread, taken in one thread and entered in another."""
@@ -225,10 +233,12 @@ class ThreadState:
         self._autocast_caches = torch.is_autocast_cache_enabled()
         self._device = torch.get_default_device()
         self._inference = torch.is_inference_mode_enabled()
+        self._stream = _stream_in_use()
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Grad mode, autocast, default device and inference mode as they were where this was made."""
+        """Grad mode, autocast, default device, inference mode, and the accelerator's current device and stream as they
+        were where this was made."""
         with contextlib.ExitStack() as stack:
             if self._inference:
                 stack.enter_context(torch.inference_mode())
@@ -237,4 +247,6 @@ class ThreadState:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._autocast_caches))
             if self._device.type != "cpu":
                 stack.enter_context(self._device)
+            if self._stream is not None:
+                stack.enter_context(self._stream)
             yield

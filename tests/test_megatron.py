@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import layernodes
 from layernodes import ChunkPlan, LayerPlan, NodeStateError, Runner, StepError, UnsupportedLayerError, schedules
+from layernodes._megatron.layer_pass import LayerPass
 from layernodes.nodes import base, copies
 from layernodes.plan import forward_funcs
 from tests.support.build import make_microbatches, make_model
@@ -245,7 +246,10 @@ class TestRefusals:
         self._refused(
             layer, "cannot be trained without sequence parallelism, the plain layer refuses", "sequence_parallel"
         )
-        layernodes.build_layer_callables(layer.eval())
+        funcs, _ = layernodes.build_layer_callables(layer.eval())
+        layer.train()
+        with pytest.raises(UnsupportedLayerError, match="cannot be trained without sequence parallelism"):
+            funcs[0]._parts.route(LayerPass(layer=layer), torch.ones(1))
 
     def test_latent_with_overlapped_shared_experts(self) -> None:
         """The plain layer refuses it."""

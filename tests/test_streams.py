@@ -297,6 +297,21 @@ def test_the_host_runs_ahead_of_a_device() -> None:
         assert StandInEvent.num_awaited == 3
 
 
+def test_the_comm_thread_works_where_the_caller_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Current device and stream are of each thread; a rank's are not the first ones. Left alone until somebody uses the
+    accelerator, which would take memory on it."""
+    tasks = _tasks((COMPUTE, NO_WAIT), (COMM, 0))
+    for is_used in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda is_used=is_used: is_used)
+        with stand_in_device() as device:
+            seen: list[list[str]] = []
+            ThreadStreams[_Task]().run(
+                tasks, lambda task, lane, device=device, seen=seen: seen.append([*device.stream.threads])
+            )
+            assert seen == [[], ["layernodes-comm"] * is_used]
+            assert device.stream.threads == []
+
+
 def test_both_streams_are_of_the_device_of_the_run() -> None:
     """A process that makes its runner and then goes to the device of its rank."""
     with stand_in_device() as device:

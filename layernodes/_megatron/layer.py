@@ -40,6 +40,7 @@ from layernodes._megatron.private import (
     seal,
 )
 from layernodes._megatron.streams import current_device_stream
+from layernodes._megatron.support import refuse_training, trains_in_parallel
 from layernodes.state import NodeContext
 
 
@@ -56,6 +57,7 @@ class LayerParts:
         self.layer: TransformerLayer = layer.mtp_model_layer if self.mtp is not None else layer
         self.config = self.layer.config
         self.moe: MoELayer | None = self.layer.mlp if isinstance(self.layer.mlp, MoELayer) else None
+        self._may_train = self.moe is None or trains_in_parallel(self.layer)
 
     @property
     def num_local_experts(self) -> int | None:
@@ -99,6 +101,8 @@ class LayerParts:
         With ``mlp_chunks_for_training`` the tokens and probs of the chunks follow one another.
         """
         layer = layer_pass.layer
+        if layer.training and not self._may_train:  # it was built in eval mode
+            refuse_training(layer)
         normed = layer._forward_pre_mlp_layernorm(hidden)
         if isinstance(normed, tuple):  # a fused residual norm
             normed, residual = normed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from megatron.core.enums import Fp8Recipe
@@ -177,13 +177,8 @@ def _check_moe_layer(layer: TransformerLayer) -> None:
     moe, config = layer.mlp, layer.config
     _check_override(moe, "forward", MoELayer)
     _check_override(layer, "_forward_mlp", TransformerLayer, MoETransformerLayer)
-    if layer.training and moe.attn_tp_group.size() > 1 and not config.sequence_parallel:
-        raise UnsupportedLayerError(
-            "a MoE layer with tensor parallelism cannot be trained without sequence parallelism, the plain "
-            "layer refuses it too; set sequence_parallel=True",
-            field="sequence_parallel",
-            value=config.sequence_parallel,
-        )
+    if layer.training and not trains_in_parallel(layer):
+        refuse_training(layer)
     if config.moe_latent_size and moe.use_shared_expert and moe.shared_expert_overlap:
         raise UnsupportedLayerError(
             "latent MoE cannot overlap its shared experts in training, the plain layer refuses it too; "
@@ -191,6 +186,21 @@ def _check_moe_layer(layer: TransformerLayer) -> None:
             field="moe_shared_expert_overlap",
             value=config.moe_shared_expert_overlap,
         )
+
+
+def trains_in_parallel(layer: TransformerLayer) -> bool:
+    """Whether a MoE layer may be trained with the tensor parallelism that it has."""
+    return layer.mlp.attn_tp_group.size() == 1 or bool(layer.config.sequence_parallel)
+
+
+def refuse_training(layer: TransformerLayer) -> NoReturn:
+    """Raise UnsupportedLayerError for a MoE layer that is not ``trains_in_parallel``."""
+    raise UnsupportedLayerError(
+        "a MoE layer with tensor parallelism cannot be trained without sequence parallelism, the plain "
+        "layer refuses it too; set sequence_parallel=True",
+        field="sequence_parallel",
+        value=layer.config.sequence_parallel,
+    )
 
 
 def _check_override(module: Any, method: str, *bases: type) -> None:

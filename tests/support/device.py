@@ -6,6 +6,7 @@ waited for had seen. A missing wait is work that is not known.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,11 +20,19 @@ class StandInStream:
 
     Attributes:
         known: names of the work that is done before what is issued next.
+        threads: names of the threads that have entered it and not left it.
     """
 
     def __init__(self, device: Any = None, **_: Any) -> None:
         self.device = torch.device(device or "cuda")
         self.known: set[str] = set()
+        self.threads: list[str] = []
+
+    def __enter__(self) -> None:
+        self.threads.append(threading.current_thread().name)
+
+    def __exit__(self, *_: object) -> None:
+        self.threads.remove(threading.current_thread().name)
 
     def wait_event(self, event: StandInEvent) -> None:
         """Whatever the event has seen is done before what comes next."""

@@ -42,7 +42,7 @@ def _unbound(x: Tensor) -> Tensor:
         ({"plain": LAYER.forward}, r"plain takes \(x\); it is called with the layer and its input: give MyLay"),
         ({"plain": _unbound}, r"plain takes \(x\); it is called with the layer and its input"),
         ({"plain": "forward"}, r"plain is 'forward'; give the function"),
-        ({"examples": 2.5}, r"examples is of type float, where int is wanted"),
+        ({"examples": 2.5}, r"examples is 2\.5, where int is wanted"),
         ({"seed": None}, r"seed is None, where int is wanted"),
     ],
 )
