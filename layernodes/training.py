@@ -43,11 +43,11 @@ from layernodes.plan.arguments import check_argument, option_of
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import ChunkRun
 from layernodes.plan.grouping import Group
-from layernodes.plan.layer_hooks import LayerHook, LayerHooks
+from layernodes.plan.layer_hooks import LayerHook, LayerHooks, hooks_of
 from layernodes.plan.layer_plan import WgradMode
 from layernodes.plan.pair_rule import PairRule, rule_of
 from layernodes.plan.program import Call
-from layernodes.plan.registry import LayerRegistry, NodeFactory, SlotKey
+from layernodes.plan.registry import LayerRegistry, NodeFactory, SlotKey, registry_of
 from layernodes.plan.runner import Runner
 from layernodes.plan.schedule import PairSchedule
 from layernodes.plan.stream_kind import StreamKind
@@ -103,8 +103,8 @@ def schedule(
         WgradMode(wgrad),
         option_of(StreamKind, "streams", streams),
         partial(ChunkPlan.build, nodes=nodes, split_combine=split_combine, wgrad=wgrad, registry=registry, group=group),
-        registry or LayerRegistry(),
-        layer_hooks,
+        registry_of(registry),
+        hooks_of(layer_hooks),
     )
 
 

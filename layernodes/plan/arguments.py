@@ -17,6 +17,8 @@ _ADVICE: Final[Mapping[str, str]] = {
     "ExtraSlot": "write ExtraSlot(name, after=Slot.MLP)",
     "Interval": "take result.timeline of a run, or simulate(schedule, costs)",
     "LayerPlan": "build one with LayerPlan.build(layer)",
+    "LayerHooks": "write LayerHooks(before_forward=function), or leave it out",
+    "LayerRegistry": "write LayerRegistry().register(MyLayer, {Slot.MLP: MyNode}), or leave it out",
     "LayerShape": "take LayerShape.of('moe'), or let ChunkShape.of(['moe', 'dense']) make them",
     "Mapping": "give a dict",
     "Module": "give a torch.nn.Module, or several in a list",

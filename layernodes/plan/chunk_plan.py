@@ -20,7 +20,7 @@ from layernodes.plan.chunk_places import ChunkPlace, chunk_places
 from layernodes.plan.chunk_run import ChunkRun
 from layernodes.plan.grouping import Group, group_sizes
 from layernodes.plan.layer_plan import LayerPlan, WgradMode
-from layernodes.plan.registry import LayerRegistry, NodeFactory, SlotKey
+from layernodes.plan.registry import LayerRegistry, NodeFactory, SlotKey, registry_of
 from layernodes.plan.shape import ChunkShape, LayerShape, SlotShape
 from layernodes.plan.slot_nodes import names_of
 from layernodes.slots import ExtraSlot, Slot, StreamType
@@ -99,6 +99,7 @@ class ChunkPlan:
         """
         if nodes is not None:
             check_argument("nodes", nodes, Mapping)
+        registry = registry_of(registry)
         chunk = chunk_of(model)
         built: dict[Module, LayerPlan] = {}
         given = dict(nodes or {})

@@ -263,6 +263,7 @@ class CostModel(StrictModel):
         Raises:
             CostError: no JSON, or no cost model; every fault with its place.
         """
+        check_argument("text", text, str)
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:

@@ -8,6 +8,7 @@ from typing import final
 
 from torch.nn import Module
 
+from layernodes.plan.arguments import check_argument
 from layernodes.slots import Phase
 
 LayerHook = Callable[[Module], object]
@@ -40,3 +41,9 @@ class LayerHooks:
     def after(self, phase: Phase) -> LayerHook | None:
         """What to call after the layer's last step of the pass that ``phase`` belongs to."""
         return self.after_forward if phase is Phase.F else self.after_backward
+
+
+def hooks_of(given: LayerHooks | None) -> LayerHooks | None:
+    """The hooks that were given; raises ArgumentError where they are none."""
+    check_argument("layer_hooks", given, LayerHooks, type(None))
+    return given

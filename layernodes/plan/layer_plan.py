@@ -20,7 +20,7 @@ from layernodes.nodes.group import group_nodes, is_grouped
 from layernodes.plan.arguments import check_argument
 from layernodes.plan.describe import LayerDescription, describe_layer, unheld_parameters
 from layernodes.plan.forward_funcs import ForwardFuncs, forward_funcs
-from layernodes.plan.registry import LayerRegistry, NodeFactory, SlotKey
+from layernodes.plan.registry import LayerRegistry, NodeFactory, SlotKey, registry_of
 from layernodes.plan.slot_nodes import (
     build_node,
     check_handoffs,
@@ -124,7 +124,7 @@ class LayerPlan:
         """
         if nodes is not None:
             check_argument("nodes", nodes, Mapping)
-        recipe = _Recipe(dict(nodes or {}), split_combine, registry or LayerRegistry())
+        recipe = _Recipe(dict(nodes or {}), split_combine, registry_of(registry))
         registered = recipe.registry.find(layer)
         given = {**registered, **recipe.nodes}
         for slot in given:
@@ -203,8 +203,9 @@ class LayerPlan:
         an extra slot fits every layer."""
         if isinstance(slot, ExtraSlot):
             return True
-        if registry is not None and registry.find(layer):
-            return slot in registry.find(layer)
+        registered = registry_of(registry).find(layer)
+        if registered:
+            return slot in registered
         kind = kind_of(layer, has_nodes=False)
         if kind is LayerKind.MTP_STACK:
             return any(LayerPlan.has_slot(inner, slot, split_combine, registry) for inner in inner_layers(layer))

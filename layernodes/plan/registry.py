@@ -9,6 +9,7 @@ from torch.nn import Module
 
 from layernodes.errors import PlanError
 from layernodes.nodes import ScheduleNode
+from layernodes.plan.arguments import check_argument
 from layernodes.slots import ExtraSlot, Slot
 
 SlotKey = Slot | ExtraSlot
@@ -52,6 +53,7 @@ class LayerRegistry:
             raise PlanError(f"cannot register {layer_type!r}; give a class derived from torch.nn.Module")
         if layer_type in self._nodes:
             raise PlanError(f"{layer_type.__name__} is registered already; make another LayerRegistry for other nodes")
+        check_argument("nodes", nodes, Mapping)
         if not nodes:
             raise PlanError(f"{layer_type.__name__} is registered without nodes; name one for every slot that it uses")
         self._nodes[layer_type] = dict(nodes)
@@ -63,3 +65,9 @@ class LayerRegistry:
 
     def __repr__(self) -> str:
         return f"LayerRegistry({', '.join(kind.__name__ for kind in self._nodes)})"
+
+
+def registry_of(given: LayerRegistry | None) -> LayerRegistry:
+    """The registry that was given, or an empty one; raises ArgumentError where it is none."""
+    check_argument("registry", given, LayerRegistry, type(None))
+    return given or LayerRegistry()

@@ -27,7 +27,7 @@ from layernodes.plan.arguments import check_argument, option_of
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import ChunkRun
 from layernodes.plan.collectives import CollectiveWatch
-from layernodes.plan.layer_hooks import LayerHooks
+from layernodes.plan.layer_hooks import LayerHooks, hooks_of
 from layernodes.plan.performance import Performance, StepCallback
 from layernodes.plan.program import LANES, Call, Op, Program
 from layernodes.plan.program_cache import Compiled, ProgramCache
@@ -94,7 +94,7 @@ class Runner:
         self._rng = option_of(RngMode, "rng", rng)
         self._before_step = before_step
         self._after_step = after_step
-        self._layer_hooks = layer_hooks
+        self._layer_hooks = hooks_of(layer_hooks)
         self._ranks = RankCheck()
         # On an accelerator the forward send runs on the communication stream, as Megatron-Core has it. Threads would
         # race in the pipeline's process group there, so they make all calls from the compute lane.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import NoReturn
 
 import torch
 
 from layernodes.device_streams import DeviceStreams
+from layernodes.errors import OptionError
 from layernodes.plan.program import Op
 from layernodes.plan.recording import RecordingStreams
 from layernodes.streams import InlineStreams, Streams, ThreadStreams
@@ -20,6 +22,10 @@ class StreamKind(StrEnum):
     THREADS = "threads"
     INLINE = "inline"
     RECORDING = "recording"
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        raise OptionError(f"unknown streams={value!r}; choose one of {', '.join(repr(str(kind)) for kind in cls)}")
 
 
 def make_streams(kind: StreamKind) -> Streams[Op]:
