@@ -304,11 +304,13 @@ def test_the_comm_thread_works_where_the_caller_does(monkeypatch: pytest.MonkeyP
     for is_used in (True, False):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda is_used=is_used: is_used)
         with stand_in_device() as device:
-            seen: list[list[str]] = []
-            ThreadStreams[_Task]().run(
-                tasks, lambda task, lane, device=device, seen=seen: seen.append([*device.stream.threads])
-            )
-            assert seen == [[], ["layernodes-comm"] * is_used]
+            seen: list[bool] = []
+
+            def perform(_: object, __: object, device: Any = device, seen: list[bool] = seen) -> None:
+                seen.append(threading.current_thread().name in device.stream.threads)
+
+            ThreadStreams[_Task]().run(tasks, perform)
+            assert seen == [False, is_used]
             assert device.stream.threads == []
 
 

@@ -125,14 +125,15 @@ class LayerPlan:
         if nodes is not None:
             check_argument("nodes", nodes, Mapping)
         recipe = _Recipe(dict(nodes or {}), split_combine, registry_of(registry))
+        mode = WgradMode(wgrad)
         registered = recipe.registry.find(layer)
         given = {**registered, **recipe.nodes}
-        for slot in given:
-            if not isinstance(slot, Slot | ExtraSlot):
-                raise PlanError(f"nodes has the key {slot!r}; use a Slot, one of {names_of(Slot)}, or an ExtraSlot")
+        wrong = next((key for key in given if not isinstance(key, Slot | ExtraSlot)), None)
+        if wrong is not None:
+            raise PlanError(f"nodes has the key {wrong!r}; use a Slot, one of {names_of(Slot)}, or an ExtraSlot")
         kind = LayerKind.OTHER if registered else kind_of(layer, has_nodes=bool(given))
         if kind is LayerKind.MTP_STACK:
-            return _build_stack(layer, recipe, WgradMode(wgrad))
+            return _build_stack(layer, recipe, mode)
         factories: dict[SlotKey, NodeFactory] = {**factories_of(kind, split_combine)}
         for slot, factory in given.items():
             if kind is not LayerKind.OTHER and isinstance(slot, Slot) and slot not in factories:
@@ -143,7 +144,6 @@ class LayerPlan:
             factories[slot] = factory
         built = {slot: build_node(factories[slot], slot, layer) for slot in in_order(factories)}
         check_handoffs(built)
-        mode = WgradMode(wgrad)
         for slot, node in built.items():
             if mode is WgradMode.AUTO:
                 check_hook(type(node).__name__, node.wgrad_hook())
@@ -212,8 +212,7 @@ class LayerPlan:
         return slot in factories_of(kind, split_combine)
 
     def precision(self, node: ScheduleNode) -> Callable[[], AbstractContextManager[Any]] | None:
-        """What makes the low-precision context that the forward of one of the nodes runs under; None where there is
-        none, or where the node enters those of several layers itself."""
+        """What makes the low-precision context of a node's forward; None where there is none, or it enters its own."""
         if is_grouped(node):
             return None
         owner = next((plan for plan in self.parts if node in plan.nodes.values()), self)
