@@ -36,6 +36,7 @@ def test_at_most_megatrons() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3600)
 def test_at_most_megatrons_wherever_it_is_right() -> None:
     """Every configuration of two ranks that Megatron-Core's own plan runs rightly, to the bit.
 
