@@ -39,7 +39,7 @@ from layernodes._megatron.training import (
     schedule_plans_built_by,
 )
 from layernodes.errors import NodeStateError
-from layernodes.plan.arguments import check_argument, option_of
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import ChunkRun
 from layernodes.plan.grouping import Group
@@ -101,7 +101,7 @@ def schedule(
         chunks,
         rule_of(order, WgradMode(wgrad)),
         WgradMode(wgrad),
-        option_of(StreamKind, "streams", streams),
+        StreamKind(streams),
         partial(ChunkPlan.build, nodes=nodes, split_combine=split_combine, wgrad=wgrad, registry=registry, group=group),
         registry_of(registry),
         hooks_of(layer_hooks),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import Final
+from typing import Final, NoReturn
 
 from layernodes.errors import ArgumentError, OptionError
 
@@ -67,11 +67,9 @@ def check_items(name: str, values: object, kind: type, *, advice: str = "") -> N
         check_argument(f"{name}[{number}]", value, kind, advice=advice)
 
 
-def option_of[E: StrEnum](kinds: type[E], name: str, value: str) -> E:
-    """The member of ``kinds`` that the option of this name has as its value; OptionError where there is none such."""
-    if value not in tuple(kinds):
-        raise OptionError(f"unknown {name}={value!r}; choose one of {', '.join(map(repr, map(str, kinds)))}")
-    return kinds(value)
+def refuse_option(name: str, value: object, kinds: type[StrEnum]) -> NoReturn:
+    """Raise OptionError: ``value`` is none of the ``kinds`` that the option of this name may have."""
+    raise OptionError(f"unknown {name}={value!r}; choose one of {', '.join(map(repr, map(str, kinds)))}")
 
 
 def _found(value: object) -> str:

@@ -14,10 +14,10 @@ from torch.nn import Module, ModuleList
 from layernodes._megatron.layer_kinds import LayerKind, inner_layers, kind_of, precision_context
 from layernodes._megatron.support import notes_on
 from layernodes._megatron.wgrad import delays_wgrads
-from layernodes.errors import OptionError, PlanError, UnsupportedLayerError
+from layernodes.errors import PlanError, UnsupportedLayerError
 from layernodes.nodes import ScheduleNode, WgradHook
 from layernodes.nodes.group import group_nodes, is_grouped
-from layernodes.plan.arguments import check_argument
+from layernodes.plan.arguments import check_argument, refuse_option
 from layernodes.plan.describe import LayerDescription, describe_layer, unheld_parameters
 from layernodes.plan.forward_funcs import ForwardFuncs, forward_funcs
 from layernodes.plan.registry import LayerRegistry, NodeFactory, SlotKey, registry_of
@@ -43,7 +43,7 @@ class WgradMode(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
-        raise OptionError(f"unknown wgrad={value!r}; choose one of {', '.join(repr(str(mode)) for mode in cls)}")
+        refuse_option("wgrad", value, cls)
 
 
 _logger = logging.getLogger(__name__)

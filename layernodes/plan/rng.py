@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import hashlib
 from enum import StrEnum
-from typing import final
+from typing import NoReturn, final
 
 from layernodes._megatron.rng import Generators
+from layernodes.plan.arguments import refuse_option
 from layernodes.plan.step import Step
 
 
@@ -28,6 +29,10 @@ class RngMode(StrEnum):
 
     PLAIN = "plain"
     PER_STEP = "per_step"
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        refuse_option("rng", value, cls)
 
 
 @final

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from layernodes.device_streams import DeviceStreams
 from layernodes.errors import NodeStateError, ScheduleError
-from layernodes.plan.arguments import check_argument, option_of
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.chunk_plan import ChunkPlan
 from layernodes.plan.chunk_run import ChunkRun
 from layernodes.plan.collectives import CollectiveWatch
@@ -88,10 +88,8 @@ class Runner:
         after_step: StepCallback | None = None,
         layer_hooks: LayerHooks | None = None,
     ) -> None:
-        self._streams = (
-            streams if isinstance(streams, Streams) else make_streams(option_of(StreamKind, "streams", streams))
-        )
-        self._rng = option_of(RngMode, "rng", rng)
+        self._streams = streams if isinstance(streams, Streams) else make_streams(StreamKind(streams))
+        self._rng = RngMode(rng)
         self._before_step = before_step
         self._after_step = after_step
         self._layer_hooks = hooks_of(layer_hooks)

@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 
 from layernodes.device_streams import DeviceStreams
-from layernodes.errors import OptionError
+from layernodes.plan.arguments import refuse_option
 from layernodes.plan.program import Op
 from layernodes.plan.recording import RecordingStreams
 from layernodes.streams import InlineStreams, Streams, ThreadStreams
@@ -25,7 +25,7 @@ class StreamKind(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
-        raise OptionError(f"unknown streams={value!r}; choose one of {', '.join(repr(str(kind)) for kind in cls)}")
+        refuse_option("streams", value, cls)
 
 
 def make_streams(kind: StreamKind) -> Streams[Op]:

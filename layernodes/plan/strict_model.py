@@ -7,13 +7,13 @@ or read from JSON, or stands within another model.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 from typing import Any  # Any: what a user gives is anything, until the model has checked it
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from layernodes.errors import CostError
 from layernodes.plan.arguments import check_argument
+from layernodes.plan.closest import closest
 
 
 class StrictModel(BaseModel):
@@ -47,9 +47,9 @@ def find_faults(error: ValidationError, model: type[BaseModel]) -> Iterator[str]
         elif fault["type"] == "missing":
             yield f"{place} is missing; give it"
         elif fault["type"] == "extra_forbidden":
-            names = list(model.model_fields)
-            close = get_close_matches(str(fault["loc"][-1]), names, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"take it out; the fields are {', '.join(names)}"
+            names = tuple(model.model_fields)
+            meant = closest(str(fault["loc"][-1]), names)
+            hint = f"did you mean {meant}?" if meant else f"take it out; the fields are {', '.join(names)}"
             yield f"{place} is no field of {model.__name__}; {hint}"
         elif fault["type"] == "json_invalid":
             yield f"it is no JSON ({fault['msg'].removeprefix('Invalid JSON: ')})"
