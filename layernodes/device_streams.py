@@ -10,7 +10,7 @@ from typing import Final, final, overload
 import torch
 
 from layernodes.errors import NodeStateError
-from layernodes.lane import DeviceLane, Lane
+from layernodes.lane import DeviceLane, Lane, accelerator_with_streams
 from layernodes.streams import NO_WAIT, Spans, Task
 
 _RUNS_AHEAD: Final = 2
@@ -27,14 +27,15 @@ class DeviceStreams[T: Task]:
         device: the accelerator; None takes the current one of each run.
 
     Raises:
-        NodeStateError: there is no accelerator.
+        NodeStateError: there is no accelerator with streams.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        if device is None and torch.accelerator.is_available():
-            device = torch.accelerator.current_accelerator()
+        device = device or accelerator_with_streams()
         if device is None:
-            raise NodeStateError("streams='cuda' needs an accelerator and none is available; use 'threads' or 'inline'")
+            raise NodeStateError(
+                "streams='cuda' needs an accelerator with streams and none is available; use 'threads' or 'inline'"
+            )
         self._device = device
         self._comm = torch.Stream(device=device)
         self._ends: deque[torch.Event] = deque()

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 
+from layernodes.lane import accelerator_with_streams
+
 PACKAGES: Final = (
     "layernodes",
     "torch",
@@ -113,7 +115,7 @@ def find_problems(packages: dict[str, str | None], python: Sequence[int]) -> lis
 
 
 def _streams(devices: Sequence[str]) -> tuple[Feature, ...]:
-    no_device = "torch finds no accelerator"
+    no_device = "torch finds no accelerator with streams"
     return (
         Feature(name="inline", usable=True, reason="one step after the other; nothing overlaps"),
         Feature(name="threads", usable=True, reason="two threads: gloo's exchanges run beside computation"),
@@ -166,12 +168,12 @@ def _features(packages: dict[str, str | None], devices: Sequence[str]) -> tuple[
 
 
 def _devices() -> tuple[str, ...]:
-    if not torch.accelerator.is_available():
+    accelerator = accelerator_with_streams()
+    if accelerator is None:
         return ()
     count = torch.accelerator.device_count()
     if torch.cuda.is_available():
         return tuple(torch.cuda.get_device_name(i) for i in range(count))
-    accelerator = torch.accelerator.current_accelerator()
     return tuple(f"{accelerator}:{i}" for i in range(count))
 
 

@@ -81,6 +81,12 @@ class DeviceLane:
         empty_storage(tensor)
 
 
+def accelerator_with_streams() -> torch.device | None:
+    """The accelerator at hand, if work can be put on two streams of it; None for Apple's, which has one."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if accelerator is None or accelerator.type == "mps" else accelerator
+
+
 def empty_storage(tensor: Tensor) -> None:
     """Give the storage of ``tensor`` back; whoever shares it is left with an empty one."""
     tensor.untyped_storage().resize_(0)

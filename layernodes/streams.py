@@ -19,7 +19,7 @@ from typing import Protocol, final, runtime_checkable
 
 import torch
 
-from layernodes.lane import Lane
+from layernodes.lane import Lane, accelerator_with_streams
 
 NO_WAIT = -1
 
@@ -217,7 +217,7 @@ def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
 
 def _stream_in_use() -> torch.Stream | None:
     """The accelerator's current stream, on its current device; None where there is none, or nobody has used it yet."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = accelerator_with_streams()
     if accelerator is None or not torch.get_device_module(accelerator).is_initialized():
         return None
     return torch.accelerator.current_stream()

@@ -19,6 +19,7 @@ from torch.nn import Linear
 from layernodes import ChunkPlan, LayerPlan, NodeContext, NodeStateError, Runner, ScheduleNode, Slot, StreamType
 from layernodes import schedules as built_in
 from layernodes.device_streams import DeviceStreams
+from layernodes.plan.stream_kind import StreamKind, make_streams
 from layernodes.streams import NO_WAIT, InlineStreams, ThreadStreams
 from tests.support.device import StandInEvent, stand_in_device
 
@@ -279,6 +280,18 @@ def test_device_streams_without_an_accelerator() -> None:
     else:
         with pytest.raises(NodeStateError, match="use 'threads' or 'inline'"):
             DeviceStreams()
+
+
+def test_an_accelerator_of_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apple's is there on many a laptop: the default are threads, and asking for its streams is refused."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    assert isinstance(make_streams(StreamKind.AUTO), ThreadStreams)
+    with pytest.raises(NodeStateError, match="needs an accelerator with streams and none is available"):
+        make_streams(StreamKind.CUDA)
+    seen: list[str] = []
+    ThreadStreams[_Task]().run(_tasks((COMM, NO_WAIT)), lambda task, _: seen.append(threading.current_thread().name))
+    assert seen == ["layernodes-comm"]
 
 
 def test_the_host_runs_ahead_of_a_device() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NoReturn
 
-import torch
-
 from layernodes.device_streams import DeviceStreams
+from layernodes.lane import accelerator_with_streams
 from layernodes.plan.arguments import refuse_option
 from layernodes.plan.program import Op
 from layernodes.plan.recording import RecordingStreams
@@ -40,6 +39,6 @@ def make_streams(kind: StreamKind) -> Streams[Op]:
         return RecordingStreams()
     if kind is StreamKind.THREADS:
         return ThreadStreams()
-    if kind is StreamKind.CUDA or torch.accelerator.is_available():
+    if kind is StreamKind.CUDA or accelerator_with_streams() is not None:
         return DeviceStreams()
     return ThreadStreams()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from layernodes import doctor
 from layernodes.cli import main
 from layernodes.doctor import PACKAGES, diagnose, find_problems
+from layernodes.lane import accelerator_with_streams
 
 
 def test_it_says_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,7 +30,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert set(found["packages"]) == set(PACKAGES)
     usable = {feature["name"]: feature["usable"] for title in ("streams", "backends") for feature in found[title]}
-    assert usable["cuda"] == torch.accelerator.is_available()
+    assert usable["cuda"] == (accelerator_with_streams() is not None)
     assert usable["gloo"] == dist.is_gloo_available()
     assert usable["nccl"] == (dist.is_nccl_available() and torch.cuda.is_available())
     assert all(feature["reason"] for feature in found["features"] if not feature["usable"])
