@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, final
 
 from layernodes._megatron.layer_kinds import kind_of, moe_metadata
 from layernodes._megatron.patches import Builders, Patch, is_patched, schedule_plan_patches
 from layernodes._megatron.wgrad import delays_wgrads
 from layernodes.errors import NodeStateError, UnsupportedLayerError
+from layernodes.plan.arguments import check_argument
 from layernodes.plan.describe import wgrad_names
 from layernodes.plan.forward_funcs import ForwardFuncs
 from layernodes.plan.layer_plan import LayerPlan, WgradMode
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
     from megatron.core.transformer.transformer_layer import TransformerLayer
     from torch.nn import Module
+
+_BUILD: Final = "write install(lambda layer: LayerPlan.build(layer, nodes={Slot.MLP: MyNode}))"
 
 
 def build_transformer_layer_callables(layer: TransformerLayer) -> tuple[ForwardFuncs, dict[str, Any]]:
@@ -173,6 +176,7 @@ class Installation:
         installed = self._plans.get(key)
         if installed is None:
             plan = self._build_plan(layer)
+            check_argument("what build returned", plan, LayerPlan, advice=_BUILD)
             installed = self._plans[key] = _Installed(plan, plan.forward_funcs, moe_metadata(layer))
         return installed
 
@@ -194,6 +198,7 @@ def install(build: Callable[[Module], LayerPlan] | None = None) -> Installation:
             plan = model.build_schedule_plan(tokens, positions, mask, labels=labels)
             loss = type(plan).run(plan, None)
     """
+    check_argument("build", build, Callable, type(None), advice=_BUILD)  # type: ignore[arg-type]
     return Installation(build or _plan_for_caller)
 
 

@@ -56,7 +56,7 @@ from layernodes.plan.validate import validate_pair
 
 def schedule(
     models: Module | Sequence[Module],
-    order: str | PairRule | PathLike[str] = "combined_1f1b",
+    order: str | PairRule | PairSchedule | PathLike[str] = "combined_1f1b",
     *,
     wgrad: WgradMode | str = WgradMode.OFF,
     streams: StreamKind | str = StreamKind.AUTO,
@@ -72,9 +72,9 @@ def schedule(
     Args:
         models: the model chunk, or all chunks of this rank (virtual pipelining), as given to Megatron-Core.
         order: name of a built-in pair schedule (``"combined_1f1b"``, ``"serial"``, ``"early_release"``, ...), a
-            function of the two shapes (either may be None: called on entering for all chunks that may meet), or a
-            ``.txt`` or ``.json`` file with a pair schedule for chunks of equal shape. Functions and files place the
-            weight gradients (``W``) themselves.
+            function of the two shapes (either may be None: called on entering for all chunks that may meet), or, for
+            chunks of equal shape, a ``PairSchedule`` (``optimize_pair`` makes one) or a ``.txt`` or ``.json`` file of
+            one. All but a name place the weight gradients (``W``) themselves.
         wgrad: ``"auto"`` defers weight gradients; those of the first layer then run after the backward send.
         streams: as for ``Runner``.
         split_combine, nodes, registry, group: as for ``ChunkPlan.build``.

@@ -25,7 +25,18 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 import layernodes
-from layernodes import ChunkPlan, LayerPlan, NodeStateError, Runner, StepError, UnsupportedLayerError, schedules
+from layernodes import (
+    ArgumentError,
+    ChunkPlan,
+    ExpertNode,
+    LayerPlan,
+    NodeStateError,
+    Runner,
+    Slot,
+    StepError,
+    UnsupportedLayerError,
+    schedules,
+)
 from layernodes._megatron.layer_pass import LayerPass
 from layernodes.nodes import base, copies
 from layernodes.plan import forward_funcs
@@ -186,6 +197,16 @@ class TestInstall:
             plan = model.build_schedule_plan(**microbatch.inputs)
             assert torch.equal(type(plan).run(plan, None), expected)
         assert len(plans) == 2
+
+    def test_no_plan(self) -> None:
+        """What builds no plan is refused: before the context where that is seen, else at the first layer."""
+        with pytest.raises(ArgumentError, match="build is of type dict, .*write install\\(lambda layer: "):
+            layernodes.install({Slot.MLP: ExpertNode})  # type: ignore[arg-type]
+        model, (microbatch, *_) = _moe_model(), make_microbatches(by_name("alltoall-moe-ep1"))
+        for build, found in ((lambda layer: None, "None"), (ExpertNode, "of type ExpertNode")):
+            refused = pytest.raises(ArgumentError, match=f"what build returned is {found}, .*write install")
+            with layernodes.install(build), refused:  # type: ignore[arg-type]
+                model.build_schedule_plan(**microbatch.inputs)
 
 
 class _OwnForward(TransformerLayer):

@@ -16,6 +16,8 @@ from torch.nn import Module
 
 from layernodes import (
     ArgumentError,
+    ChunkPlan,
+    CostModel,
     LayerHooks,
     NodeStateError,
     OptionError,
@@ -24,9 +26,10 @@ from layernodes import (
     ScheduleError,
     StepError,
     UnsupportedLayerError,
+    optimize_pair,
 )
 from layernodes.megatron import install, schedule
-from layernodes.plan import pairs
+from layernodes.plan import pairs, schedules
 from layernodes.training import ChunkSchedulePlan
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world
 from tests.support.full import FULL
@@ -463,6 +466,26 @@ def test_unknown_names() -> None:
         schedule(_model(), 3)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="unknown streams='gpu'; choose one of 'auto', 'cuda', 'threads'"):
         schedule(_model(), streams="gpu")
+
+
+def test_a_pair_schedule(tmp_path: Path) -> None:
+    """What ``optimize_pair`` returns goes in as it is; a schedule of microbatches is told what a pair is."""
+    model = _model()
+    shape = ChunkPlan.build(model).shape
+    with schedule(
+        model, optimize_pair(shape, shape, CostModel.simple(computation=1.0, communication=1.0), max_states=10)
+    ) as context:
+        assert context is not None
+    whole = schedules.serial(shape, 2)
+    whole.save(tmp_path / "whole.txt")
+    given: list[tuple[Any, str]] = [
+        (whole, "this schedule is one of whole microbatches"),
+        (tmp_path / "whole.txt", "whole.txt is one of whole microbatches"),
+        (schedules.combined_1f1b, "schedules.combined_1f1b orders all microbatches"),
+    ]
+    for order, found in given:
+        with pytest.raises(ScheduleError, match=f"{found}; a trainer's loop takes a pair, .* optimize --pair"):
+            schedule(model, order)
 
 
 def test_a_function_that_returns_no_schedule() -> None:

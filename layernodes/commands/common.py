@@ -11,10 +11,13 @@ from layernodes.plan import pairs, schedules
 from layernodes.plan.costs import CostModel
 from layernodes.plan.perfetto import is_trace
 from layernodes.plan.presets import PRESETS, preset
+from layernodes.plan.retrace import rules_of
+from layernodes.plan.retrace import schedule_of as schedule_of_timeline
 from layernodes.plan.schedule import PairSchedule, Schedule
 from layernodes.plan.shape import ChunkShape
 from layernodes.plan.simulate import simulate
 from layernodes.plan.timeline import Timeline
+from layernodes.plan.validate import find_violations
 from layernodes.plan.wgrad import WgradPlace
 
 _EARLY = "combined_1f1b_early_release"
@@ -201,6 +204,15 @@ def timeline_of(args: argparse.Namespace, *, uses_costs: bool = False) -> Timeli
     if args.costs is None:
         raise UsageError(f"{args.schedule} is a schedule and no trace of a run; say with --costs what its steps cost")
     return simulate(schedule, costs_of(args))
+
+
+def gaps_of(timeline: Timeline) -> str:
+    """What to print below the figures of a timeline that is of a part of a schedule; empty where it is of a whole."""
+    missing = find_violations(schedule_of_timeline(timeline).steps, rules_of(timeline))
+    if not missing:
+        return ""
+    more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+    return f"\nthis is no whole schedule, and cannot be run: {missing[0].message}{more}; layernodes check shows where"
 
 
 def is_trace_file(name: str) -> bool:

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Final
 
 from layernodes.command import Command, Write
-from layernodes.commands.common import add_json, add_timeline, costs_of, timeline_of
+from layernodes.commands.common import add_json, add_timeline, costs_of, gaps_of, timeline_of
 from layernodes.plan.explanation import explain
 
 
@@ -19,7 +19,7 @@ def _run(args: Namespace, write: Write) -> int:
     """Explain the timeline."""
     timeline = timeline_of(args, uses_costs=True)
     explanation = explain(timeline, None if args.costs is None else costs_of(args))
-    write(explanation.model_dump_json(indent=2) if args.json else str(explanation))
+    write(explanation.model_dump_json(indent=2) if args.json else f"{explanation}\n{gaps_of(timeline)}".rstrip())
     return 0
 
 

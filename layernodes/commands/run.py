@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentParser, Namespace
 from typing import Final
 
@@ -9,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from layernodes.command import Command, UsageError, Write, add_wgrad
 from layernodes.commands.common import SCHEDULES, add_wgrad_place, built_in, check_folder, check_schedule
+from layernodes.commands.implied import Implied, implied_options
 from layernodes.demo.command import add_model_arguments, settings_of
 from layernodes.demo.compare import run_plain
 from layernodes.demo.data import make_microbatches, read_text
@@ -19,10 +21,15 @@ from layernodes.demo.runner_pass import run_schedule
 from layernodes.demo.settings import DemoSettings, check_settings
 from layernodes.demo.world import World, demo_world, num_launched_ranks
 from layernodes.plan.chunk_plan import ChunkPlan
+from layernodes.plan.rules import Mode, Rules
 from layernodes.plan.runner import Runner
 from layernodes.plan.schedule import Schedule
+from layernodes.plan.shape import ChunkShape
 from layernodes.plan.stream_kind import StreamKind
+from layernodes.plan.validate import find_violations
 from layernodes.slots import Phase
+
+_LAYERS: Final = re.compile(r"moe(?:\*(\d+))?(,dense)?")
 
 
 class RunReport(BaseModel):
@@ -102,6 +109,7 @@ def _report(options: Namespace, settings: DemoSettings, content: bytes, world: W
         schedule = built_in(options.schedule, chunk.shape, settings.microbatches, options.wgrad_place)
     else:
         schedule = Schedule.load(options.schedule)
+        _check_fits(schedule, chunk.shape, options)
     plain = run_plain(model, microbatches, settings.seed, lambda _: None)
     with Runner(options.streams) as runner:
         ours, result = run_schedule(model, microbatches, settings.seed, chunk, schedule, runner)
@@ -122,6 +130,30 @@ def _report(options: Namespace, settings: DemoSettings, content: bytes, world: W
         seconds_run=ours.seconds,
         verdict=agree(plain, ours, world),
     )
+
+
+def _check_fits(schedule: Schedule, shape: ChunkShape, options: Namespace) -> None:
+    """Raise UsageError where a file's steps are those of another model than the options make, and say which."""
+    mode = Mode.TRAIN if any(step.phase is not Phase.F for step in schedule) else Mode.FORWARD
+    if not find_violations(schedule.steps, Rules.of(shape, options.microbatches, mode)):
+        return
+    given = Namespace(**{**vars(options), "pair": False, "forward": True, "no_ends": False})
+    advice = [_advice(one) for one in implied_options(schedule, shape, given)]
+    if advice:
+        raise UsageError(f"{options.schedule} is for another model than this one, {shape}: {'; '.join(advice)}")
+
+
+def _advice(one: Implied) -> str:
+    """What to change, of what ``run`` has; ``check`` has more."""
+    if one.name in ("pair", "no_ends"):
+        return f"it has {one.reason}, and run takes whole microbatches of a whole model"
+    if one.name != "layers":
+        return str(one)
+    found = _LAYERS.fullmatch(str(one.value))
+    if found is None:
+        return f"it has {one.reason}, and run's layers are moe, with --dense-last all but the last"
+    dense = " --dense-last" if found[2] else ""
+    return f"it has {one.reason}: say --layers {int(found[1] or 1) + bool(dense)}{dense}"
 
 
 def _draws_as_plain(schedule: Schedule) -> bool:

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Final
 
 from layernodes.command import Command, Write
-from layernodes.commands.common import add_json, add_timeline, timeline_of, write_json
+from layernodes.commands.common import add_json, add_timeline, gaps_of, timeline_of, write_json
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def _run(args: Namespace, write: Write) -> int:
     else:
         write(timeline.gantt(args.width))
         write("")
-        write(str(timeline.summary()))
+        write(f"{timeline.summary()}{gaps_of(timeline)}")
     return 0
 
 

@@ -144,7 +144,11 @@ class ChunkRun:
         return self._gradient[0] if self._gradient else self.input_grad
 
     def begin_backward(self, gradient: Any) -> None:
-        """Hand over the gradient of the output; None: ones like it."""
+        """Hand over the gradient of the output; None: ones like it.
+
+        Raises:
+            NodeStateError: there are more or fewer gradients than outputs.
+        """
         if gradient is None:
             outputs = self.output if isinstance(self.output, tuple) else (self.output,)
             self._gradient = tuple(
@@ -153,6 +157,12 @@ class ChunkRun:
             )
         else:
             self._gradient = gradient if isinstance(gradient, tuple) else (gradient,)
+            num_outputs = len(self.output) if isinstance(self.output, tuple) else 1
+            if num_outputs != len(self._gradient):
+                raise NodeStateError(
+                    f"the last slot returned {num_outputs} values, and the gradients given are {len(self._gradient)}; "
+                    f"return one tensor, or give a tuple with a gradient for each"
+                )
 
     def backward(self, index: int, lane: Lane | None = None) -> None:
         """Run the backward of the slot at place ``index``; ``lane`` as for ``forward``.

@@ -13,6 +13,7 @@ from layernodes.plan.infer import infer_shape
 from layernodes.plan.measured import costs_of_timelines
 from layernodes.plan.moves import try_moves
 from layernodes.plan.retrace import rules_of, schedule_of
+from layernodes.plan.simulate import simulate_steps
 from layernodes.plan.timeline import Timeline
 from layernodes.plan.units import in_seconds
 from layernodes.plan.validate import find_violations
@@ -31,6 +32,7 @@ class Explanation(BaseModel):
         makespan, compute_busy, comm_busy, exposed: figures of the timeline.
         causes: each exposed communication step, the longest first.
         by_cause: exposed seconds by cause, the most first.
+        simulated: the makespan by the costs that the changes are simulated with; they are compared with this.
         helps: changes that would make it shorter, simulated, the best first.
     """
 
@@ -42,6 +44,7 @@ class Explanation(BaseModel):
     exposed: float
     causes: tuple[ExposedBecause, ...]
     by_cause: dict[Cause, float]
+    simulated: float
     helps: tuple[WhatIf, ...]
 
     def __str__(self) -> str:
@@ -56,7 +59,7 @@ class Explanation(BaseModel):
                 lines.append(f"  and {len(self.causes) - _SHOWN} more")
         lines += [
             "",
-            "what would help, simulated:" if self.helps else self._no_help(),
+            f"what would help, simulated{self._baseline()}:" if self.helps else self._no_help(),
             *(f"  {one}" for one in self.helps),
         ]
         if self.comm_busy > self.compute_busy:
@@ -66,6 +69,12 @@ class Explanation(BaseModel):
                 f"so send less, or faster"
             )
         return "\n".join(lines).rstrip()
+
+    def _baseline(self) -> str:
+        """Where a simulation of the run itself takes another time than the run did: that time."""
+        if abs(self.simulated - self.makespan) <= LEAST * self.makespan:
+            return ""
+        return f" (this order, simulated, takes {in_seconds(self.simulated)})"
 
     def _no_help(self) -> str:
         least = f"{100 * LEAST:g} %"
@@ -94,10 +103,12 @@ def explain(timeline: Timeline, costs: CostModel | None = None, *, max_states: i
     by_cause = {cause: sum(one.seconds for one in causes if one.cause is cause) for cause in Cause}
     schedule, rules = schedule_of(timeline), rules_of(timeline)
     helps: tuple[WhatIf, ...] = ()
+    simulated = timeline.makespan
     if timeline.makespan > 0:
         known = _shown_costs(timeline) if costs is None else costs
         if not find_violations(schedule.steps, rules):  # of a part of a schedule other orders are not tried
             causes = (*try_moves(causes[:_SHOWN], schedule, rules, known), *causes[_SHOWN:])
+        simulated = simulate_steps(schedule, known, rules).makespan
         helps = find_what_helps(schedule, rules, known, causes, max_states=max_states)
     return Explanation(
         makespan=timeline.makespan,
@@ -106,6 +117,7 @@ def explain(timeline: Timeline, costs: CostModel | None = None, *, max_states: i
         exposed=timeline.exposed_communication,
         causes=causes,
         by_cause=dict(sorted(((c, s) for c, s in by_cause.items() if s > 0), key=lambda pair: -pair[1])),
+        simulated=simulated,
         helps=helps,
     )
 

@@ -114,6 +114,8 @@ def explain_step(text: str) -> tuple[int, str]:
             return at, "'.' and a slot after the number of the layer (at most 9 digits, no leading zeros)"
         at += 1
     name = _NAME_RE.match(text, at)
+    if text.count(".") > 1 and text[1:at].count(".") == 1:  # something stands where the layer should
+        return at, "a layer as L and its number, such as L0"
     if name is None or _LAYER_LIKE.match(text, at):
         return at, "the name of a slot"
     return name.end(), "the end of the step"

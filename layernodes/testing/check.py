@@ -30,7 +30,7 @@ from layernodes.slots import Phase
 from layernodes.testing.aftermath import check_faults, check_life_cycle, check_memory
 from layernodes.testing.bench import Batch, NodeBench, PlainLayer
 from layernodes.testing.given import check_given
-from layernodes.testing.hints import stream_notes
+from layernodes.testing.hints import name_notes, stream_notes
 from layernodes.testing.orders import random_schedule
 from layernodes.testing.report import Check, Finding, NodeCheckError, NodeReport
 
@@ -116,6 +116,7 @@ class _Examination:
             ):
                 self._findings += self._within(check, "see the message", partial(look, benches[-1], self._slot))
             notes = stream_notes(benches[0], self._slot)
+        notes += name_notes(benches[0].chunk.layers[0].nodes[self._slot]) if benches else []
         return NodeReport(
             node=self._name,
             done=tuple(self._done),
@@ -132,7 +133,7 @@ class _Examination:
             return list(look())
         except Exception as error:
             found = str(error) if isinstance(error, LayerNodesError) else f"{type(error).__name__}: {error}"
-            self._findings.append(Finding(check=check, found=found, advice=_advice(error) or advice))
+            self._findings.append(Finding(check=check, found=found, advice=_advice(error, check) or advice))
             return []
 
     def _build(self) -> list[NodeBench]:
@@ -227,7 +228,7 @@ def _schedules(bench: NodeBench, examples: int, seed: int) -> Iterable[tuple[str
         yield f"random schedule {seed + number}", random_schedule(shape, count, random.Random(seed + number))
 
 
-def _advice(error: Exception) -> str | None:
+def _advice(error: Exception, check: Check) -> str | None:
     if isinstance(error, StreamOrderError):
         return "what one slot makes and another uses must be an output or a declared handoff, of this microbatch"
     if isinstance(error, StepError) and error.step.startswith(Phase.W.value):
@@ -235,7 +236,7 @@ def _advice(error: Exception) -> str | None:
             "backward_dw() of the hook, or what it calls, must compute what the backward of this microbatch held back; "
             "where no module holds its gradients back, leave wgrad_hook() out: those of linears are deferred without it"
         )
-    if isinstance(error, StepError):
+    if isinstance(error, StepError) and check is not Check.FORMULA:  # there, microbatches do not interleave
         return (
             "the message is the node's own error; if it does not come up under schedules.serial too, it is because "
             "microbatches interleave as this schedule has it"

@@ -1,4 +1,5 @@
-"""What is legal and probably not meant: a node whose work lies on the other stream than it should.
+"""What is legal and probably not meant: a node whose work lies on the other stream than it should, and a method whose
+name is almost that of a hook.
 
 run every microbatch serially, without deferral, and note the operations of the node's forward of the first:
 a product of matrices on the communication stream      unless by a weight with which the library's own node does it
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from types import FunctionType
 from typing import Any, Final, final
 
 import torch
@@ -37,6 +40,10 @@ _EXCHANGES: Final = frozenset(
     )
 )
 
+_HOOKS: Final = ("forward", "wgrad_hook", "modules", "frees_input", "keeps_input", "touches_rng")
+_ALIKE: Final = 0.8
+"""Twice what is alike over both lengths: 'froward' passes for 'forward', and 'forward_experts' does not."""
+
 
 def stream_notes(bench: NodeBench, slot: SlotKey) -> list[str]:
     """What the nodes at ``slot`` do on a stream that is not made for it; nothing of the library's own."""
@@ -47,6 +54,30 @@ def stream_notes(bench: NodeBench, slot: SlotKey) -> list[str]:
             schedules.serial(bench.chunk.shape, bench.num_microbatches), before_step=watch.begin, after_step=watch.end
         )
     return list(dict.fromkeys(note for node in nodes for note in _notes(node, watch.seen)))
+
+
+def name_notes(node: ScheduleNode) -> list[str]:
+    """Methods of a user's class that look like hooks of ``ScheduleNode`` and have a name that nothing calls."""
+    known = {name for kind in ScheduleNode.__mro__ for name in vars(kind)}
+    own = dict.fromkeys(
+        name
+        for kind in type(node).__mro__
+        if not kind.__module__.startswith("layernodes.")
+        for name, value in vars(kind).items()
+        if isinstance(value, FunctionType) and name not in known and not name.startswith("__")
+    )
+    kind = type(node).__name__
+    notes = [
+        f"{kind}.{name} is no method of ScheduleNode, and no run calls it; did you mean {meant}?"
+        for name in own
+        for meant in get_close_matches(name, _HOOKS, n=1, cutoff=_ALIKE)
+    ]
+    if "backward" in own:
+        notes.append(
+            f"{kind}.backward is no method of ScheduleNode, and no run calls it: autograd goes backward through "
+            f"forward; put a gradient of your own into a torch.autograd.Function that forward uses"
+        )
+    return notes
 
 
 def _notes(node: ScheduleNode, seen: Counter[Any]) -> Iterator[str]:

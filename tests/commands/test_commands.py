@@ -172,6 +172,21 @@ def test_explain(costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert helps[0].keys() - helps[1].keys() == {"weight gradients deferred, in the optimizer's order"}
 
 
+@pytest.mark.parametrize("command", ["simulate", "explain"])
+def test_a_part_of_a_schedule_is_said_to_be_one(
+    command: str, costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its figures are no figures of a run: a step that was forgotten looks like time saved."""
+    whole = schedules.serial(ChunkShape.of(["moe", "moe"]), 2)
+    path = tmp_path / "order.txt"
+    for steps, is_whole in ((whole.steps, True), (whole.steps[:5] + whole.steps[7:], False)):
+        Schedule(steps).save(path)
+        assert main(command, str(path), "--costs", costs) == 0
+        text = capsys.readouterr().out
+        assert ("this is no whole schedule" in text) is not is_whole
+    assert "F0.L1.pre_dispatch_computation is missing; add it after F0.L0.moe_combine (and 1 more)" in text
+
+
 def test_trace_and_plot(costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They write their files."""
     for command, name in (("trace", "t.json"), ("plot", "t.svg")):

@@ -46,6 +46,21 @@ def test_run_takes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "B1.pre_process is missing" in capsys.readouterr().err
 
 
+def test_run_says_which_options_a_file_is_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of another model gets the options that it was made for, not a violation for each of its steps."""
+    path = tmp_path / "own.txt"
+    shape = ChunkShape.of(["moe", "moe", "dense"], wgrad=True, split_combine=True)
+    schedules.combined_1f1b(shape, 3).save(path)
+    assert main(["run", *_SMALL, str(path)]) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    for advice in ("--microbatches 3", "--wgrad auto", "--layers 3 --dense-last", "--split-combine"):
+        assert f"{advice}" in error
+    path.write_text("F0.L0.mlp B1.L0.mlp", encoding="utf-8")
+    assert main(["run", *_SMALL, str(path)]) == 2
+    assert "as a pair has, and run takes whole microbatches" in capsys.readouterr().err
+
+
 def test_run_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The trace reads back as every step of the run, explains itself, and is drawn."""
     trace, picture = tmp_path / "trace.json", tmp_path / "picture.svg"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import layernodes
@@ -57,6 +59,17 @@ def test_words() -> None:
     slow = COSTS.scale(communication=2)
     text = str(layernodes.explain(simulate(schedules.serial(SHAPE, 2), slow), slow))
     assert "communication takes longer than computation: in any order 16 s of it stay exposed" in text
+
+
+def test_changes_are_compared_with_the_run_simulated() -> None:
+    """A measured run has gaps that no simulation has: what a change saves is of the simulated time, which is said."""
+    simulated = simulate(schedules.serial(SHAPE, 2), COSTS)
+    late = [replace(one, start=one.start + i, end=one.end + i) for i, one in enumerate(simulated.intervals)]
+    found = layernodes.explain(Timeline(late), COSTS)
+    assert (found.makespan, found.simulated) == (47, 32)
+    assert found.helps[0].saves == 12 / 32
+    assert "what would help, simulated (this order, simulated, takes 32 s):" in str(found)
+    assert "what would help, simulated:" in str(layernodes.explain(simulated, COSTS))
 
 
 def test_nothing_exposed() -> None:

@@ -71,6 +71,8 @@ def test_a_number_is_a_whole_one() -> None:
         ("F01.mlp", 3, "leading zeros"),
         ("F1234567890.mlp", 11, "9 digits"),
         ("F0.L3", 6, "slot"),
+        ("F0.layer3.mlp", 4, "such as L0"),
+        ("F0.3.mlp", 4, "such as L0"),
         ("F0.L03.mlp", 6, "leading zeros"),
         ("F0.L1234567890.mlp", 14, "9 digits"),
         ("F0.L3.", 7, "name of a slot"),

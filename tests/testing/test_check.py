@@ -128,6 +128,16 @@ class TestBadNodes:
 
         _fails(Halves, Check.FORMULA, "output of microbatch 0 (is wrong)", "compare forward")
 
+    def test_an_error_of_the_node(self) -> None:
+        """Its own words, and no word of microbatches that interleave: they came one after the other."""
+
+        class Two(toy.Return):
+            def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor:
+                return super().forward(ctx, *inputs), None  # type: ignore[return-value]
+
+        report = _fails(Two, Check.FORMULA, "the last slot returned 2 values", "mend what the message says")
+        assert "interleave" not in report.findings[0].advice
+
     def test_lost_gradient(self) -> None:
         class Detaches(toy.Return):
             def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor:

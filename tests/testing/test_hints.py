@@ -64,6 +64,27 @@ class _Exchanges(toy.Middle):
         return super().forward(ctx, *inputs)
 
 
+class _Misspelt(toy.Middle):
+    """A hook that nothing calls, a helper of its own, and a backward."""
+
+    def touch_rng(self) -> bool:
+        return False
+
+    def forward_experts(self, x: Tensor) -> Tensor:
+        return x
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def test_a_method_that_is_no_hook() -> None:
+    """What its name almost is; a helper that is called from forward is none of them."""
+    hook, backward = _toy_notes(_Misspelt).splitlines()
+    assert hook == "_Misspelt.touch_rng is no method of ScheduleNode, and no run calls it; did you mean touches_rng?"
+    assert backward.startswith("_Misspelt.backward is no method of ScheduleNode")
+    assert _toy_notes(toy.Middle) == ""
+
+
 def test_a_product_on_the_communication_stream() -> None:
     """Named with what multiplies, and where it should go."""
     notes = _toy_notes(_Projects)
