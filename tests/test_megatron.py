@@ -116,6 +116,11 @@ class TestDropIn:
             ):
                 getattr(layernodes, name)(nn.Linear(2, 2))
 
+    def test_a_model_for_a_layer(self) -> None:
+        """Told where its layers are."""
+        with pytest.raises(UnsupportedLayerError, match=r"GPTModel is a model, .* one of model.decoder.layers"):
+            LayerPlan.build(_moe_model())
+
 
 def _patched() -> dict[str, object]:
     owners = {

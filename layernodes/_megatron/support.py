@@ -10,6 +10,7 @@ from megatron.core.enums import Fp8Recipe
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -43,6 +44,13 @@ def check_layer(layer: Any) -> None:
         return
     if not isinstance(layer, TransformerLayer):
         name = type(layer).__name__
+        if isinstance(layer, MegatronModule) and hasattr(layer, "decoder"):
+            raise UnsupportedLayerError(
+                f"{name} is a model, and a plan is of one layer; give one of model.decoder.layers, or plan it with "
+                f"ChunkPlan.build(model)",
+                field="layer",
+                value=type(layer),
+            )
         raise UnsupportedLayerError(
             f"{name} is no TransformerLayer and no MultiTokenPredictionLayer or MambaLayer; pass one of these, or name "
             f"a node for every slot that the layer uses: LayerPlan.build(layer, nodes={{Slot.MLP: MyNode, ...}}), "
@@ -69,13 +77,16 @@ def notes_on(layer: Any) -> tuple[str, ...]:
     inner = getattr(layer, "mtp_model_layer", layer)
     config = inner.config
     mlp = getattr(inner, "mlp", None)
+    notes: list[str] = []
     if config.recompute_granularity == "full":
-        return ("full recompute is not done: a layer's slots keep what their backward needs",)
-    if isinstance(mlp, MoELayer) and mlp.moe_layer_recompute:
-        return (
-            "recompute of 'moe' is not done: it would exchange tokens again; recompute 'moe_act', 'layernorm' instead",
+        notes.append("full recompute is not done: a layer's slots keep what their backward needs")
+    elif isinstance(mlp, MoELayer) and mlp.moe_layer_recompute:
+        notes.append(
+            "recompute of 'moe' is not done: it would exchange tokens again; recompute 'moe_act', 'layernorm' instead"
         )
-    return ()
+    if config.cpu_offloading:
+        notes.append("cpu_offloading is not done: what a slot's backward needs stays on the device")
+    return tuple(notes)
 
 
 def check_decoder(decoder: Any) -> None:

@@ -29,7 +29,7 @@ from layernodes import (
 )
 from layernodes.state import HandoffMap
 from tests.support.build import make_model
-from tests.support.configs import Cell
+from tests.support.configs import Cell, by_name
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
 from tests.support.hybrid_cells import hybrid_cell
 from tests.support.runs import Bench
@@ -88,6 +88,14 @@ def test_notes_of_each_layer_are_told_once() -> None:
     (note,) = plan.describe().notes
     assert note.startswith("full recompute is not done")
     assert str(plan.describe()).endswith(f"note: {note}")
+
+
+def test_offloading_to_the_host_is_not_done() -> None:
+    """Said, since a run with it needs more memory than it was meant to."""
+    model = make_model(by_name("alltoall-moe-ep1"))
+    model.config.cpu_offloading = True
+    (note,) = LayerPlan.build(model.decoder.layers[0]).describe().notes
+    assert note == "cpu_offloading is not done: what a slot's backward needs stays on the device"
 
 
 def test_mtp_stack_is_one_logical_layer() -> None:
