@@ -45,7 +45,8 @@ class Worker:
     def kill(self) -> None:
         """End it, unless it has ended."""
         while self.wait(0.0) is None:
-            os.kill(self._pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has just ended: its code is on the way, and must be read
+                os.kill(self._pid, signal.SIGKILL)
             self.wait(1.0)
 
     def _line(self) -> bytes:
