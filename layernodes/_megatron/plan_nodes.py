@@ -54,6 +54,8 @@ class _PlanNode:
     layer_state: Any
     chunk_state: Any
     forward_impl: Callable[..., Any]
+    _release_state: Callable[[], None]
+    _sites: tuple[Site, ...] = ()  # where the slot holds parameters that other slots use too
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -70,7 +72,7 @@ class _PlanNode:
             if gradient is not None:
                 gradient.record_stream(self.stream)
         gradients = tuple(None if leaf is None else leaf.grad for leaf in self.inputs)
-        self._release_state()  # type: ignore[attr-defined]  # Megatron-Core's
+        self._release_state()
         return gradients[0] if len(gradients) == 1 else gradients
 
     def _on_stream(self, phase: str, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -89,15 +91,10 @@ class _PlanNode:
 
     def _run_forward(self, *inputs: Any) -> Any:
         self.inputs = [None if value is None else leaf_of(value) for value in inputs]
-        sites = self._shared_sites()
-        if not (sites or self._autocasts):
+        if not (self._sites or self._autocasts):
             return self.forward_impl(*self.inputs)
-        with self._contexts(sites):
+        with self._contexts():
             return self.forward_impl(*self.inputs)
-
-    def _shared_sites(self) -> tuple[Site, ...]:
-        """Where the slot holds parameters that other slots use too."""
-        raise NotImplementedError
 
     def _run_backward(self, outputs: tuple[Any, ...], output_grad: tuple[Any, ...]) -> tuple[Any, ...]:
         return self.default_backward_func(outputs, output_grad)
@@ -121,13 +118,13 @@ class _PlanNode:
         return output_grad
 
     @contextmanager
-    def _contexts(self, sites: tuple[Site, ...]) -> Iterator[None]:
+    def _contexts(self) -> Iterator[None]:
         """What forward runs under, where it is anything."""
         with ExitStack() as stack:
             for kind, dtype in self._autocasts:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
-            if sites and torch.is_grad_enabled():
-                self._stand_ins = stack.enter_context(shared_gradients_of(self.chunk_state).standing_in(sites))
+            if self._sites and torch.is_grad_enabled():
+                self._stand_ins = stack.enter_context(shared_gradients_of(self.chunk_state).standing_in(self._sites))
             yield
 
 
@@ -136,7 +133,6 @@ class ProvingLayerNode(_PlanNode, TransformerLayerNode):  # type: ignore[misc]  
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._sites: tuple[Site, ...] = ()
         if self.is_mtp:
             shared = shared_parameters_of(self.chunk_state)
             self._sites = shared.mtp_all
@@ -180,15 +176,13 @@ class ProvingLayerNode(_PlanNode, TransformerLayerNode):  # type: ignore[misc]  
         gradients = output_grad + tuple(cut.grad for cut in self.detached)
         return self.default_backward_func(outputs + self.before_detached, gradients)
 
-    def _shared_sites(self) -> tuple[Site, ...]:
-        return self._sites
-
 
 class ChunkPreProcessNode(_PlanNode, PreProcessNode):  # type: ignore[misc]  # Megatron-Core has no type information
     """The chunk's pre-process."""
 
-    def _shared_sites(self) -> tuple[Site, ...]:
-        return shared_parameters_of(self.chunk_state).pre_process
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sites = shared_parameters_of(self.chunk_state).pre_process
 
     def forward_impl(self) -> Tensor:
         """Embed, or take what the pipeline received, and set up what the layers read."""
@@ -200,8 +194,9 @@ class ChunkPreProcessNode(_PlanNode, PreProcessNode):  # type: ignore[misc]  # M
 class ChunkPostProcessNode(_PlanNode, PostProcessNode):  # type: ignore[misc]  # Megatron-Core has no type information
     """The chunk's post-process: logits or loss."""
 
-    def _shared_sites(self) -> tuple[Site, ...]:
-        return shared_parameters_of(self.chunk_state).post_process
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sites = shared_parameters_of(self.chunk_state).post_process
 
     def forward_impl(self, hidden_states: Tensor) -> Tensor:
         """Run the chunk's tail; Megatron-Core's combined 1F1B expects an fp32 loss."""
