@@ -64,7 +64,8 @@ def check_items(name: str, values: object, kind: type, *, advice: str = "") -> N
             f"{name} is {_found(values)}, where a list of {kind.__name__} is wanted" + (f"; {advice}" if advice else "")
         )
     for number, value in enumerate(values):
-        check_argument(f"{name}[{number}]", value, kind, advice=advice)
+        if not isinstance(value, kind):  # its place is spelled out for a wrong one alone: there may be many
+            check_argument(f"{name}[{number}]", value, kind, advice=advice)
 
 
 def refuse_option(name: str, value: object, kinds: type[StrEnum]) -> NoReturn:
