@@ -125,6 +125,12 @@ def test_processes(world_size: int, cases: tuple[Case, ...]) -> None:
     assert found == [[]] * world_size
 
 
+def test_buckets_of_gradients_that_steps_of_both_streams_complete() -> None:
+    """DDP starts the reduction of a bucket in whichever step completes it: of the final norm, in ``moe_combine``."""
+    case = Case(name="small buckets", layers="M", ddp={**_OVERLAP, "bucket_size": 520}, num_microbatches=2)
+    assert values_on_ranks(f"{compare_all.__module__}:compare_in_contexts", case, WAYS[:3], **_TIMES) == [[], []]
+
+
 _CHANGES = ((PLAIN, WAYS[0]), (WAYS[0], WAYS[3]), (WAYS[2], PLAIN), (WAYS[6], WAYS[4]))
 
 

@@ -26,6 +26,7 @@ from layernodes.megatron import schedule
 from layernodes.nodes import ScheduleNode
 from layernodes.plan import pairs
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world
+from tests.support.held_back import hold_back
 from tests.support.training import PLAIN, WAYS, Case, Trainer, Way, train
 
 __all__ = ["megatron_world"]
@@ -152,6 +153,20 @@ def test_what_deferral_alone_needs_is_asked_for_with_deferral_alone(monkeypatch:
     with pytest.raises(UnsupportedLayerError) as caught, schedule(trainer.chunks, wgrad="auto"):
         pass
     assert [violation.field for violation in caught.value.violations] == ["cuda_graph_impl"]
+
+
+def test_gradients_held_back_without_w_steps_are_refused() -> None:
+    """Transformer Engine's modules under ``delay_wgrad_compute`` would keep theirs; with W steps they deliver them."""
+    trainer = Trainer(Case(name="held back", ddp=None))
+    held = hold_back(trainer.chunks[0].decoder.layers[0].mlp.experts.local_experts[0], "linear_fc1")
+    trainer.config.delay_wgrad_compute = True
+    with pytest.raises(UnsupportedLayerError, match="wgrad='auto'") as caught, schedule(trainer.chunks, wgrad="off"):
+        pass
+    assert [violation.field for violation in caught.value.violations] == ["delay_wgrad_compute"]
+    assert trainer.config.delay_wgrad_compute
+    trainer.run(Way(order="combined_1f1b", wgrad="auto"), 1)
+    assert held.drained == trainer.case.num_microbatches
+    assert not held.queue
 
 
 @pytest.mark.parametrize("way", _SOME, ids=str)

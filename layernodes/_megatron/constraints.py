@@ -30,9 +30,16 @@ from torch.nn import Module
 from layernodes._megatron.chunk import ModelChunk
 from layernodes._megatron.chunks import chunk_of
 from layernodes._megatron.layer_kinds import inner_layers, kind_of
+from layernodes._megatron.wgrad import own_deferred_parameters
 from layernodes.errors import ConfigViolation, UnsupportedLayerError
 
 _CHUNKS: Final = "models"
+_HELD_BACK: Final = ConfigViolation(
+    field="delay_wgrad_compute",
+    value=True,
+    reason="Transformer Engine's modules hold their weight gradients back, and without W steps nobody asks for them; "
+    "use wgrad='auto', or build the model with delay_wgrad_compute=False",
+)
 
 
 def training_violations(
@@ -107,6 +114,8 @@ def _violations(
                     "_postprocess instead, or put it into a submodule",
                 )
         for layer in _single_layers(chunk):
+            if not delay_wgrad and own_deferred_parameters(layer.config, [layer]):
+                yield _HELD_BACK
             if not is_known(layer):
                 try:
                     kind_of(layer, has_nodes=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, final
 
 from megatron.core.transformer.identity_op import IdentityOp
@@ -12,6 +13,7 @@ from layernodes._megatron.deferral import deferrable_sites
 from layernodes._megatron.layer import LayerParts
 
 _UP_PROJECTIONS: Final = ("linear_q_up_proj", "linear_kv_up_proj", "linear_q_proj")
+_LIBRARIES: Final = ("megatron.core.", "torch.", "transformer_engine.")
 _TRANSFORMER_ENGINE: Final = ("megatron.core.extensions.transformer_engine", "transformer_engine")
 
 
@@ -40,29 +42,59 @@ class ModulesHook:
 def pre_dispatch_hook(parts: LayerParts) -> ModulesHook | None:
     """The hook of attention, shared experts, ``fc1_latent_proj`` and MTP ``eh_proj``.
 
-    Attention and shared experts go through the wrapper that ``init_backward_dw_wrapper`` makes for each microbatch: it
-    knows which of them a CUDA graph already covers.
+    Attention and shared experts go through the wrapper that ``init_backward_dw_wrapper`` makes for each microbatch,
+    where it can call them: it knows which of them a CUDA graph already covers.
     """
+    layer, moe = parts.layer, parts.moe
+    attention = [] if isinstance(layer.self_attention, IdentityOp) else [layer.self_attention]
+    shared = [moe.shared_experts] if moe is not None and moe.use_shared_expert and not moe.shared_expert_overlap else []
+    latent = [moe.fc1_latent_proj] if moe is not None and parts.config.moe_latent_size else []
+    # The wrapper runs fc1_latent_proj only while Megatron-Core's own flag is on.
+    covered = [*attention, *shared, *(latent if parts.config.overlap_moe_expert_parallel_comm else ())]
+    has_graphs = parts.config.cuda_graph_impl == "transformer_engine"
     modules: list[Any] = []
-    layer = parts.layer
-    if not isinstance(layer.self_attention, IdentityOp):
+    if attention and (has_graphs or draining(covered) == covered):
         layer.init_backward_dw_wrapper()
         modules.append(layer.backward_dw_wrapper)
-    elif parts.moe is not None and parts.moe.use_shared_expert and not parts.moe.shared_expert_overlap:
-        modules.append(parts.moe.shared_experts)
-    # The wrapper runs fc1_latent_proj only while Megatron-Core's own flag is on.
-    if parts.config.moe_latent_size and parts.moe is not None and not parts.config.overlap_moe_expert_parallel_comm:
-        modules.append(parts.moe.fc1_latent_proj)
+    else:
+        covered = []
+        modules += draining([*attention, *shared])
+    modules += draining(module for module in latent if module not in covered)
     if parts.mtp is not None:
-        modules.append(parts.mtp.eh_proj)
+        modules += draining([parts.mtp.eh_proj])
     return ModulesHook(*modules) if modules else None
+
+
+def draining(modules: Iterable[Module]) -> list[Module]:
+    """The outermost of ``modules`` and of what is in them whose ``backward_dw`` computes all that is held back there.
+
+    Megatron-Core's calls its linears' by name, and fails where a module without one stands in a linear's place, such as
+    an adapter around it. Then the parts of the module are asked.
+    """
+    found: list[Module] = []
+    for module in modules:
+        if hasattr(module, "backward_dw") and not any(map(_stops_draining, module.modules())):
+            found.append(module)
+        else:
+            found += draining(module.children())
+    return found
+
+
+def _stops_draining(module: Module) -> bool:
+    kind: type = type(module)
+    return not (_is_librarys(kind) or hasattr(module, "backward_dw") or next(module.parameters(), None) is None)
+
+
+@functools.cache
+def _is_librarys(kind: type) -> bool:
+    return kind.__module__.startswith(_LIBRARIES)
 
 
 def attention_hook(parts: LayerParts) -> ModulesHook | None:
     """The hook of a layer that is attention alone: its own where it has one, else of what holds gradients back in
     it."""
-    attention = parts.layer.self_attention
-    return ModulesHook(attention) if hasattr(attention, "backward_dw") else held_back_hook(parts.layer)
+    modules = draining([parts.layer.self_attention])
+    return ModulesHook(*modules) if modules else held_back_hook(parts.layer)
 
 
 def held_back_hook(layer: Module) -> ModulesHook | None:
@@ -75,13 +107,14 @@ def held_back_hook(layer: Module) -> ModulesHook | None:
 
 def mlp_hook(parts: LayerParts) -> ModulesHook | None:
     """The hook of the routed experts, or of the dense MLP."""
-    mlp = parts.layer.mlp if parts.moe is None else parts.moe.experts
-    return None if isinstance(mlp, IdentityOp) else ModulesHook(mlp)
+    modules = draining([parts.layer.mlp if parts.moe is None else parts.moe.experts])
+    return ModulesHook(*modules) if modules else None
 
 
 def latent_hook(parts: LayerParts) -> ModulesHook | None:
     """The hook of ``fc2_latent_proj``, where there is one."""
-    return ModulesHook(parts.moe.fc2_latent_proj) if parts.config.moe_latent_size and parts.moe is not None else None
+    modules = draining([parts.moe.fc2_latent_proj]) if parts.config.moe_latent_size and parts.moe is not None else []
+    return ModulesHook(*modules) if modules else None
 
 
 def deferrable_modules(parts: LayerParts, modules: Sequence[Module]) -> tuple[Parameter, ...]:

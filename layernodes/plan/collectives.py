@@ -1,6 +1,9 @@
 """Collectives of one process group come from one stream only: two streams would issue them in no fixed order, and the
 ranks would wait in different ones.
 
+Backward steps whose order the schedule fixes may share a group all the same: the reduction of gradients
+(``overlap_grad_reduce``) starts in whichever step completes a bucket.
+
 Which step issues collectives of which group shows in the groups' sequence numbers. ``CollectiveWatch`` compares them
 before and after each step of a program's first run, for every group of more than one rank that counts; where steps of
 both streams overlap, it cannot tell whose they are and leaves them out. The recording streams see every collective.
@@ -18,6 +21,31 @@ from torch.distributed import ProcessGroup
 
 from layernodes.errors import StreamOrderError
 from layernodes.plan.program import LANES, Op
+from layernodes.slots import Phase
+
+
+@final
+class Issuers:
+    """The steps that have issued collectives of one process group, by lane."""
+
+    def __init__(self) -> None:
+        self._ops: tuple[list[Op], list[Op]] = ([], [])
+
+    def add(self, op: Op, num_done: int, group: str) -> None:
+        """One more step.
+
+        Args:
+            op: the step.
+            num_done: how many steps of the other lane must be done before it.
+            group: the name of the group.
+
+        Raises:
+            StreamOrderError: a step of the other lane has issued some, and the two are not ordered backward steps.
+        """
+        for other in self._ops[1 - op.lane]:
+            if not (_is_backward(op) and _is_backward(other) and other.index < num_done):
+                raise StreamOrderError.of_group(group, step=op.text, other=other.text, stream=LANES[other.lane].value)
+        self._ops[op.lane].append(op)
 
 
 @final
@@ -34,7 +62,8 @@ class CollectiveWatch:
         self._running: list[Op | None] = [None, None]
         self._before: list[list[int]] = [[], []]
         self._is_alone = [True, True]
-        self._first: dict[int, Op] = {}
+        self._done_before = [0, 0]  # of the latest step of each lane: how many of the other lane must be done
+        self._issuers = [Issuers() for _ in groups]
 
     @classmethod
     def of_process(cls) -> Self | None:
@@ -48,6 +77,7 @@ class CollectiveWatch:
         """A step starts."""
         with self._lock:
             self._running[op.lane] = op
+            self._done_before[op.lane] = max(self._done_before[op.lane], op.waits_for + 1)
             is_alone = self._running[1 - op.lane] is None
             self._is_alone[op.lane] = is_alone
             if not is_alone:
@@ -58,7 +88,7 @@ class CollectiveWatch:
         """It is over.
 
         Raises:
-            StreamOrderError: it issued collectives of a group that a step of the other stream uses too.
+            StreamOrderError: it issued collectives of a group that the other stream uses too (``Issuers``).
         """
         with self._lock:
             self._running[op.lane] = None
@@ -66,17 +96,14 @@ class CollectiveWatch:
                 return
             for i, (before, after) in enumerate(zip(self._before[op.lane], self._sequence_numbers(), strict=True)):
                 if before != after:
-                    first = self._first.setdefault(i, op)
-                    if first.lane != op.lane:
-                        raise StreamOrderError.of_group(
-                            self._groups[i].group_name,
-                            step=op.text,
-                            other=first.text,
-                            stream=LANES[first.lane].value,
-                        )
+                    self._issuers[i].add(op, self._done_before[op.lane], self._groups[i].group_name)
 
     def _sequence_numbers(self) -> list[int]:
         return [_sequence_number(group) for group in self._groups]
+
+
+def _is_backward(op: Op) -> bool:
+    return op.step is not None and op.step.phase is not Phase.F
 
 
 def _counts(group: ProcessGroup) -> bool:

@@ -13,7 +13,7 @@ storages that it reads, writes and makes::
                          allocator (``Lane.uses``)
     undeclared           a step reads what another step made only if it was handed it: as an input, a gradient, a
                          declared handoff, or through the chunk state
-    collectives          those of one process group are issued on one lane
+    collectives          those of one process group are issued on one lane, or by ordered backward steps
 
 The first violation ends the run with ``StreamOrderError``, which names both steps and the tensor. Values are those of
 the inline streams, bit for bit.
@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from layernodes.errors import StreamOrderError
 from layernodes.lane import Lane, tensors_in
-from layernodes.plan.collectives import group_of
+from layernodes.plan.collectives import Issuers, group_of
 from layernodes.plan.program import LANES, Op
 from layernodes.plan.storages import Mark, Storage, accesses_of, has_storage
 from layernodes.slots import Phase, StreamType
@@ -129,7 +129,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __in
         self._paused = False
         self._freed: tuple[list[Storage], list[Storage]] = ([], [])
         self._parameters: dict[int, weakref.ref[Parameter]] = {}
-        self._groups: dict[str, Mark] = {}
+        self._groups: dict[str, Issuers] = {}
 
     def begin(self, mark: Mark) -> None:
         """The step ``mark`` starts; storages freed before are handed out to it."""
@@ -276,11 +276,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __in
         name = group_of(args)
         if name is None:
             return
-        first = self._groups.setdefault(name, self._mark())
-        if first.op.lane != self._mark().op.lane:
-            raise StreamOrderError.of_group(
-                name, step=self._mark().op.text, other=first.op.text, stream=LANES[first.op.lane].value
-            )
+        op, clock = self._mark()
+        self._groups.setdefault(name, Issuers()).add(op, clock[1 - op.lane], name)
 
     def _error(self, rule: str, storage: Storage, other: Mark | None, what: str) -> StreamOrderError:
         step = self._mark().op

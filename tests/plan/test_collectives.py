@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layernodes import NodeContext, Runner, StreamOrderError, schedules
+from layernodes import NodeContext, Runner, Step, StreamOrderError, schedules
 from layernodes.plan.collectives import CollectiveWatch
 from tests.support import toy
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
@@ -31,8 +31,9 @@ class _Group:
         return self.count
 
 
-def _op(text: str, lane: int) -> Any:
-    return SimpleNamespace(text=text, lane=lane)
+def _op(text: str, lane: int, index: int = 0, waits_for: int = -1) -> Any:
+    step = Step.parse(text) if "." in text else None
+    return SimpleNamespace(text=text, lane=lane, step=step, index=index, waits_for=waits_for)
 
 
 def _step(watch: CollectiveWatch, op: Any, *groups: _Group) -> None:
@@ -65,6 +66,25 @@ class TestWatch:
         for _ in range(3):
             _step(watch, _op("F0.L0.pre_dispatch_computation", 0), groups[0])
             _step(watch, _op("F0.L0.moe_dispatch", 1), groups[1])
+
+    def test_ordered_backward_steps_may_share_a_group(self) -> None:
+        """As the reduction of gradients does; a later step of that lane, which nothing orders, may not."""
+        groups: Any = [_Group("data")]
+        watch = CollectiveWatch(groups)
+        _step(watch, _op("B0.L1.moe_combine", 1, index=0), groups[0])
+        _step(watch, _op("B0.L1.mlp", 0, index=0, waits_for=0), groups[0])
+        _step(watch, _op("B0.L1.moe_dispatch", 1, index=1, waits_for=0), groups[0])
+        with pytest.raises(StreamOrderError) as caught:
+            _step(watch, _op("W0.L1.mlp", 0, index=1), groups[0])
+        assert (caught.value.step, caught.value.other) == ("W0.L1.mlp", "B0.L1.moe_dispatch")
+
+    def test_ordered_forward_steps_may_not(self) -> None:
+        """A schedule of other microbatches would not order them."""
+        groups: Any = [_Group("tokens")]
+        watch = CollectiveWatch(groups)
+        _step(watch, _op("F0.L1.moe_dispatch", 1, index=0), groups[0])
+        with pytest.raises(StreamOrderError):
+            _step(watch, _op("B0.L1.mlp", 0, index=0, waits_for=0), groups[0])
 
     def test_steps_side_by_side_are_left_out(self) -> None:
         """Whose collective it was is not known, whichever of the two began first."""

@@ -377,6 +377,23 @@ def compare_resumed(case: Case, changes: Sequence[tuple[Way, Way]], steps: int) 
     return found
 
 
+def compare_in_contexts(case: Case, ways: Sequence[Way]) -> list[str]:
+    """Train two steps plainly, and each in a context of its own; what differs, on this rank.
+
+    In the second context DDP's buckets are ready in the middle of backward from the first microbatch on.
+    """
+    plain = train(case, PLAIN, 2)
+    found = []
+    for way in ways:
+        trainer = Trainer(case)
+        for _ in range(2):
+            trainer.run(way, 1)
+        difference = plain.difference(trainer.trained())
+        if difference is not None:
+            found.append(f"{case.name} ({way}): {difference}")
+    return found
+
+
 def forward_step(case: Case, data: Iterator[Any], model: Any, return_schedule_plan: bool = False) -> Any:
     """As in a Megatron-Core training script."""
     tokens, positions, labels, mask = next(data)
