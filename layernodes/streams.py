@@ -97,9 +97,9 @@ class InlineStreams[T: Task]:
 class ThreadStreams[T: Task]:
     """Two threads: the caller's for the compute lane, one of the run's own for the communication lane.
 
-    The second takes over the caller's grad mode, autocast and default device. It ends with the run; after a failure
-    it ends when the task it is in returns, which for a collective may be the group's timeout, and the run does not wait
-    for that longer than ``patience`` seconds.
+    The second takes over the caller's grad mode, autocast, default device and hooks of saved tensors. It ends with the
+    run; after a failure it ends when the task it is in returns, which for a collective may be the group's timeout, and
+    the run does not wait for that longer than ``patience`` seconds.
     """
 
     def __init__(self, patience: float = 0.5) -> None:
@@ -234,11 +234,12 @@ class ThreadState:
         self._device = torch.get_default_device()
         self._inference = torch.is_inference_mode_enabled()
         self._stream = _stream_in_use()
+        self._saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Grad mode, autocast, default device, inference mode, and the accelerator's current device and stream as they
-        were where this was made."""
+        """Grad mode, autocast, default device, inference mode, hooks of saved tensors, and the accelerator's current
+        device and stream as they were where this was made."""
         with contextlib.ExitStack() as stack:
             if self._inference:
                 stack.enter_context(torch.inference_mode())
@@ -249,4 +250,6 @@ class ThreadState:
                 stack.enter_context(self._device)
             if self._stream is not None:
                 stack.enter_context(self._stream)
+            if self._saved_tensors_hooks is not None:  # the innermost pair, which is the one that torch calls
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saved_tensors_hooks))
             yield

@@ -216,6 +216,25 @@ def test_both_lanes_work_as_the_caller(caller: str) -> None:
     assert _settings() == plain
 
 
+def test_both_lanes_save_tensors_through_the_callers_hooks() -> None:
+    """The innermost of them, as in the caller's thread; when the run is over, so are they."""
+    packed: list[str] = []
+
+    def packing(name: str) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: (packed.append(name), tensor)[1], lambda t: t)
+
+    def perform(task: _Task, _: object) -> None:
+        _ = torch.ones(2, requires_grad=True) ** 2
+
+    tasks = _tasks((COMPUTE, NO_WAIT), (COMM, NO_WAIT))
+    with packing("outer"):
+        ThreadStreams[_Task]().run(tasks, perform)
+        with packing("inner"):
+            ThreadStreams[_Task]().run(tasks, perform)
+    ThreadStreams[_Task]().run(tasks, perform)
+    assert packed == ["outer", "outer", "inner", "inner"]
+
+
 def test_a_default_device_set_for_good() -> None:
     """``torch.set_default_device`` reaches the communication lane too."""
     seen: list[str] = []
