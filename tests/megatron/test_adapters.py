@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Module
 
+import layernodes
 from layernodes import ChunkPlan, LayerPlan, Slot, schedules
 from tests.support.build import make_microbatches, make_model
+from tests.support.compare import _ORDERS
 from tests.support.configs import by_name
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world  # noqa: F401
 from tests.support.held_back import HoldingLinear, hold_back
@@ -72,31 +74,64 @@ def _adapted(cell: Any, kind: str) -> tuple[Any, list[HoldingLinear]]:
     return model, held
 
 
-@pytest.mark.parametrize("kind", ["attention", "experts", "shared and latent", "attention of one's own"])
-@pytest.mark.parametrize("flags", [{"delay_wgrad_compute": True}, {}], ids=["flag on", "flag off"])
-def test_adapted_models(kind: str, flags: dict[str, Any]) -> None:
-    """The plain model's gradients; what holds gradients back inside an adapter is asked for them once a microbatch."""
-    cell = by_name("latent-shared-ep1" if kind == "shared and latent" else "alltoall-shared-gate-ep1")
-    microbatches = make_microbatches(cell)
-    model, held = _adapted(cell, kind)
+def _kinds(test: Any) -> Any:
+    return pytest.mark.parametrize("kind", ["attention", "experts", "shared and latent", "attention of one's own"])(
+        test
+    )
+
+
+def _cell(kind: str) -> Any:
+    return by_name("latent-shared-ep1" if kind == "shared and latent" else "alltoall-shared-gate-ep1")
+
+
+def _expected(model: Any, held: list[HoldingLinear], microbatches: list[Any]) -> dict[str, Tensor | None]:
+    """The plain model's gradients; the model is as before."""
     for microbatch in microbatches:
         model(**microbatch.inputs).backward(microbatch.output_grad)
     for module in held:
         while module.queue:
             module.backward_dw()
         module.drained = 0
-    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
-    for layer in model.decoder.layers:
-        for name, value in flags.items():
-            setattr(layer.config, name, value)
-    chunk = ChunkPlan.build(model, wgrad="auto")
-    order = schedules.deferred(schedules.combined_1f1b(chunk.shape, len(microbatches)), chunk.shape, "end")
-    run(order, chunk, [dict(m.inputs) for m in microbatches], loss_grads=[m.output_grad for m in microbatches])
+    return found
+
+
+def _check(model: Any, held: list[HoldingLinear], microbatches: list[Any], expected: Any) -> None:
     assert [module.drained for module in held] == [len(microbatches)] * len(held)
     for name, parameter in model.named_parameters():
         want = expected[name]
         assert want is parameter.grad or torch.equal(parameter.grad, want), name
+
+
+@_kinds
+@pytest.mark.parametrize("is_on", [True, False], ids=["flag on", "flag off"])
+def test_under_our_runner(kind: str, is_on: bool) -> None:
+    """What holds gradients back inside an adapter is asked for them once a microbatch."""
+    cell = _cell(kind)
+    microbatches = make_microbatches(cell)
+    model, held = _adapted(cell, kind)
+    expected = _expected(model, held, microbatches)
+    for layer in model.decoder.layers:
+        layer.config.delay_wgrad_compute = is_on
+    chunk = ChunkPlan.build(model, wgrad="auto")
+    order = schedules.deferred(schedules.combined_1f1b(chunk.shape, len(microbatches)), chunk.shape, "end")
+    run(order, chunk, [dict(m.inputs) for m in microbatches], loss_grads=[m.output_grad for m in microbatches])
+    _check(model, held, microbatches, expected)
+
+
+@_kinds
+def test_under_megatrons_plan(kind: str) -> None:
+    """The same hooks, which Megatron-Core's own nodes call."""
+    cell = _cell(kind)
+    microbatches = make_microbatches(cell)
+    model, held = _adapted(cell, kind)
+    expected = _expected(model, held, microbatches)
+    for layer in model.decoder.layers:
+        layer.config.overlap_moe_expert_parallel_comm = layer.config.delay_wgrad_compute = True
+    with layernodes.install():
+        _ORDERS["1f1b"](model, microbatches)
+    _check(model, held, microbatches, expected)
 
 
 def test_what_needs_no_way_around_goes_megatrons_way() -> None:
