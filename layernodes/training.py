@@ -9,7 +9,7 @@ of ours:
                            chunks that may meet
     build_schedule_plan    open a chunk run for the microbatch, on the model's chunk plan
     run                    run the pair schedule of the two chunks, the trainer's functions as calls around the passes;
-                           hand the gradient of the chunk's input to the tensor that the pipeline received
+                           hand the gradient of the chunk's input to the tensor that it was given
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from layernodes._megatron.constraints import raise_violations, recompute_notes, training_violations
+from layernodes._megatron.given_input import GivenInput
 from layernodes._megatron.training import (
     AbstractSchedulePlan,
     autocast_context,
@@ -35,7 +36,6 @@ from layernodes._megatron.training import (
     new_event,
     no_wrappers_left,
     overlap_flags,
-    received_input,
     schedule_plans_built_by,
 )
 from layernodes.errors import NodeStateError
@@ -185,14 +185,14 @@ class TrainingSchedule:
         chunk = self._chunks.get(model)
         if chunk is None:
             raise NodeStateError("this model was not given to schedule(); give it all model chunks of this rank")
-        received = received_input(model)
-        if received is not None:
-            batch["hidden_states"] = received
+        given = GivenInput.of(model, batch)
         chunk_run = chunk.open(batch)
+        if given.has_graph:
+            chunk_run.shared.finish = given.keep
         if self._layer_hooks is not None:
             for layer in range(len(chunk.layers)):
                 chunk_run.add_hooks(layer, self._layer_hooks)
-        return ChunkSchedulePlan(self, model, chunk_run, received)
+        return ChunkSchedulePlan(self, model, chunk_run, given)
 
     def run_pair(
         self, forward: ChunkSchedulePlan | None, backward: ChunkSchedulePlan | None, gradient: Tensor | None, calls: Any
@@ -203,11 +203,11 @@ class TrainingSchedule:
         chosen = self._schedules[None if f_run is None else f_run.plan, None if b_run is None else b_run.plan]
         present = forward or backward
         assert present is not None
-        timer = backward_timer(None if backward is None else backward.model)
-        with torch.enable_grad(), autocast_context(present.model), timer:
-            self._runner.run_pair(chosen, f_run, b_run, gradient, calls)
-        if backward is not None:
-            backward.hand_back()
+        with backward_timer(None if backward is None else backward.model):
+            with torch.enable_grad(), autocast_context(present.model):
+                self._runner.run_pair(chosen, f_run, b_run, gradient, calls)
+            if backward is not None:
+                backward.given.hand_back(backward.chunk_run.input_grad)
         return None if forward is None else forward.output
 
 
@@ -220,11 +220,11 @@ class ChunkSchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]  # Megatron
         event: what the trainer's loss node synchronizes on.
     """
 
-    def __init__(self, session: TrainingSchedule, model: Any, chunk_run: ChunkRun, received: Tensor | None) -> None:
+    def __init__(self, session: TrainingSchedule, model: Any, chunk_run: ChunkRun, given: GivenInput) -> None:
         self._session = session
         self.model = model
         self.chunk_run = chunk_run
-        self._received = received
+        self.given = given
         self.vp_stage = model.vp_stage
         self.event = new_event()
 
@@ -241,12 +241,6 @@ class ChunkSchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]  # Megatron
     def get_layer(self, i: int) -> LayerSchedulePlan:
         """Layer ``i`` of this microbatch."""
         return LayerSchedulePlan(self.chunk_run, range(self.num_layers())[i])
-
-    def hand_back(self) -> None:
-        """Give the gradient of the chunk's input to the tensor that the pipeline received."""
-        gradient = self.chunk_run.input_grad
-        if self._received is not None and gradient is not None:
-            self._received.grad = gradient if self._received.grad is None else self._received.grad + gradient
 
     @staticmethod
     def run(

@@ -32,6 +32,7 @@ class ChunkRun:
         plan: the chunk's plan.
         output: what the chunk returned, without a graph; None until its forward is done.
         input_grad: gradient of the chunk's input; None until its backward is done, and where there is none.
+        shared: the sums of gradients of parameters that several nodes use.
     """
 
     __slots__ = (
@@ -39,13 +40,13 @@ class ChunkRun:
         "_hooks",
         "_is_input",
         "_layer_states",
-        "_shared",
         "_slots",
         "_state",
         "_value",
         "input_grad",
         "output",
         "plan",
+        "shared",
     )
 
     def __init__(self, plan: ChunkPlan, chunk: ModelChunk | None, batch: Any) -> None:
@@ -58,7 +59,7 @@ class ChunkRun:
         self._gradient: Values | None = None
         self._layer_states: list[LayerState] = [LayerState() for _ in plan.layers]
         self._slots: list[SlotRun | None] = [None] * len(plan.places)
-        self._shared = SharedGradients()
+        self.shared = SharedGradients()
         self._hooks: dict[int, list[LayerHooks]] = {}
 
     def add_hooks(self, layer: int, hooks: LayerHooks) -> None:
@@ -111,7 +112,7 @@ class ChunkRun:
             lane.may_use(vars(self._state))
             if place.layer is not None:
                 lane.uses(handoffs_of(slot.layer_state).waiting(place.reads))
-        self._value = slot.forward(previous, lane, self._shared, keeps_input=self._is_input)
+        self._value = slot.forward(previous, lane, self.shared, keeps_input=self._is_input)
         self._is_input = False
         if records:
             self._slots[index] = slot
@@ -235,7 +236,7 @@ class ChunkRun:
         self._layer_states = []
         self._state = None
         self._value = self._gradient = None
-        self._shared = SharedGradients()
+        self.shared = SharedGradients()
 
 
 def _begin(chunk: ModelChunk | None, batch: Any) -> tuple[Any, Tensor | None]:
