@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from layernodes._megatron.chunk_ends import one_tensor
 from layernodes._megatron.constraints import raise_violations, recompute_notes, training_violations
 from layernodes._megatron.given_input import GivenInput
 from layernodes._megatron.training import (
@@ -231,8 +232,7 @@ class ChunkSchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]  # Megatron
     @property
     def output(self) -> Tensor:
         """What the chunk returned, as a leaf; the trainer's loss node takes it from there."""
-        output: Tensor = self.chunk_run.output
-        return output.detach().requires_grad_(True)
+        return one_tensor(self.chunk_run.output).detach().requires_grad_(True)
 
     def num_layers(self) -> int:
         """How many layers the chunk has, decoder and MTP."""

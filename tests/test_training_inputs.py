@@ -1,4 +1,5 @@
-"""What a chunk begins with may come from a graph outside of it: gradients reach that graph as in the plain run."""
+"""What a chunk begins with may come from a graph outside of it: gradients reach that graph as in the plain run. What it
+ends with is one tensor."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor
 
 import layernodes
+from layernodes import ChunkPlan, NodeStateError, Runner, StepError, UnsupportedLayerError, schedules
 from layernodes.megatron import schedule
 from tests.support.build import make_microbatches, make_model
 from tests.support.configs import by_name
 from tests.support.fixtures import MEGATRON_WORLD, megatron_world
+from tests.support.slots import assert_equal_gradients
 from tests.support.training import WAYS, Case, Way, compare
 
 __all__ = ["megatron_world"]
@@ -80,3 +83,50 @@ def test_a_tensor_of_the_callers(cell: str, make: Callable[[Tensor], Tensor], be
         assert gradient is not None
         assert torch.equal(gradient, found[0][1])
         assert calls == [1]
+
+
+_OTHERS: dict[str, Callable[[Tensor], Any]] = {
+    "tuple": lambda hidden: (hidden, hidden.sum()),
+    "list": lambda hidden: [hidden],
+    "dict": lambda hidden: {"hidden": hidden},
+}
+
+
+@pytest.mark.parametrize("name", _OTHERS)
+@pytest.mark.parametrize("way", ["schedule", "install"])
+def test_an_output_processor_that_returns_no_tensor(name: str, way: str) -> None:
+    """Megatron-Core's combined step can take one tensor alone: refused by name."""
+    model, (microbatch, *_) = make_model(by_name("alltoall-moe-ep1")), make_microbatches(by_name("alltoall-moe-ep1"))
+    inputs = {**microbatch.inputs, "output_processor": lambda hidden_states, **_: _OTHERS[name](hidden_states)}
+    with schedule(model, streams="inline") if way == "schedule" else layernodes.install():
+        plan = model.build_schedule_plan(**inputs)
+        with pytest.raises(UnsupportedLayerError, match=f"output processor .* a {name}, .* one tensor") as caught:
+            type(plan).run(plan, None)
+    assert caught.value.field == "output_processor"
+
+
+@pytest.mark.parametrize("name", _OTHERS)
+def test_an_output_processor_in_a_runner(name: str) -> None:
+    """A tuple goes backward from each tensor in it; from anything else no backward begins, and that is said."""
+    cell = by_name("alltoall-moe-ep1")
+    found = []
+    for plain in (True, False):
+        model, (microbatch, *_) = make_model(cell), make_microbatches(cell)
+        inputs = {**microbatch.inputs, "output_processor": lambda hidden_states, **_: _OTHERS[name](hidden_states)}
+        if plain:
+            output = model(**inputs)
+            if name == "tuple":
+                torch.autograd.backward(output, [torch.ones_like(t) for t in output])
+        else:
+            chunk = ChunkPlan.build(model)
+            with Runner(streams="inline") as runner:
+                order = schedules.serial(chunk.shape, 1)
+                if name != "tuple":
+                    with pytest.raises((NodeStateError, StepError), match=f"a {name}, from which no backward"):
+                        runner.run(order, chunk, [inputs])
+                    return
+                output = runner.run(order, chunk, [inputs]).outputs[0]
+        found.append((output, {n: p.grad for n, p in model.named_parameters()}))
+    (expected, gradients), (ours, our_gradients) = found
+    assert all(map(torch.equal, expected, ours))
+    assert_equal_gradients(gradients, our_gradients)

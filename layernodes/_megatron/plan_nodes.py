@@ -26,7 +26,7 @@ from megatron.core.transformer.module import float16_to_fp32
 from megatron.core.utils import nvtx_range_pop, nvtx_range_push
 from torch import Tensor
 
-from layernodes._megatron.chunk_ends import post_process, pre_process
+from layernodes._megatron.chunk_ends import one_tensor, post_process, pre_process
 from layernodes._megatron.given_input import GivenInput
 from layernodes._megatron.shared_parameters import StandIns, shared_gradients_of, shared_parameters_of
 from layernodes._megatron.streams import current_lane
@@ -214,5 +214,6 @@ class ChunkPostProcessNode(_PlanNode, PostProcessNode):  # type: ignore[misc]  #
 
     def forward_impl(self, hidden_states: Tensor) -> Tensor:
         """Run the chunk's tail; Megatron-Core's combined 1F1B expects an fp32 loss."""
-        loss: Tensor = make_viewless(float16_to_fp32(post_process(self.model, self.chunk_state, hidden_states)))
+        output = one_tensor(post_process(self.model, self.chunk_state, hidden_states))
+        loss: Tensor = make_viewless(float16_to_fp32(output))
         return loss

@@ -148,20 +148,24 @@ class ChunkRun:
         """Hand over the gradient of the output; None: ones like it.
 
         Raises:
-            NodeStateError: there are more or fewer gradients than outputs.
+            NodeStateError: there are more or fewer gradients than outputs, or no output is a tensor.
         """
+        outputs = self.output if isinstance(self.output, tuple) else (self.output,)
+        if not any(isinstance(t, Tensor) for t in outputs):
+            raise NodeStateError(
+                f"the chunk returned a {type(self.output).__name__}, from which no backward can begin; return a "
+                f"tensor, or a tuple of tensors"
+            )
         if gradient is None:
-            outputs = self.output if isinstance(self.output, tuple) else (self.output,)
             self._gradient = tuple(
                 torch.ones_like(t) if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) else None
                 for t in outputs
             )
         else:
             self._gradient = gradient if isinstance(gradient, tuple) else (gradient,)
-            num_outputs = len(self.output) if isinstance(self.output, tuple) else 1
-            if num_outputs != len(self._gradient):
+            if len(outputs) != len(self._gradient):
                 raise NodeStateError(
-                    f"the last slot returned {num_outputs} values, and the gradients given are {len(self._gradient)}; "
+                    f"the last slot returned {len(outputs)} values, and the gradients given are {len(self._gradient)}; "
                     f"return one tensor, or give a tuple with a gradient for each"
                 )
 
