@@ -209,7 +209,7 @@ class TrainingSchedule:
                 self._runner.run_pair(chosen, f_run, b_run, gradient, calls)
             if backward is not None:
                 backward.given.hand_back(backward.chunk_run.input_grad)
-        return None if forward is None else forward.output
+        return None if forward is None else forward.take_output()
 
 
 @final
@@ -229,10 +229,12 @@ class ChunkSchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]  # Megatron
         self.vp_stage = model.vp_stage
         self.event = new_event()
 
-    @property
-    def output(self) -> Tensor:
-        """What the chunk returned, as a leaf; the trainer's loss node takes it from there."""
-        return one_tensor(self.chunk_run.output).detach().requires_grad_(True)
+    def take_output(self) -> Tensor:
+        """What the chunk returned, for the trainer's loss node or the next stage; from there it may be deallocated."""
+        output = one_tensor(self.chunk_run.output)
+        deallocates = self.model.config.deallocate_pipeline_outputs and not self.model.post_process
+        handed = self.chunk_run.hand_over() if deallocates else None
+        return output.detach().requires_grad_(True) if handed is None else handed
 
     def num_layers(self) -> int:
         """How many layers the chunk has, decoder and MTP."""

@@ -139,6 +139,19 @@ class ChunkRun:
         value = self.output if self._value is None else self._value[0] if len(self._value) == 1 else self._value
         return value.detach().requires_grad_(True) if isinstance(value, Tensor) else value
 
+    def hand_over(self) -> Tensor | None:
+        """The very tensor that the last slot returned, graph included, for a pipeline that empties it once it is sent.
+
+        ``output`` then has its shape alone, on the meta device, so that nothing but what backward saved keeps its
+        storage. None where it would not be freed: several outputs, a view, or one without a graph.
+        """
+        outputs = next((slot.outputs for slot in reversed(self._slots) if slot is not None), ())
+        if len(outputs) != 1 or outputs[0].grad_fn is None or outputs[0]._is_view():
+            return None
+        self.output = torch.empty_like(outputs[0], device="meta")
+        handed: Tensor = outputs[0]
+        return handed
+
     @property
     def gradient(self) -> Tensor | None:
         """The gradient that the latest backward slot returned; what a pipeline sends back."""
@@ -274,15 +287,8 @@ def state_without_model(attributes: Mapping[str, Any]) -> Any:
 
 _NO_MODEL = dict.fromkeys(
     (
-        "attention_mask",
-        "rotary_pos_emb",
-        "rotary_pos_cos",
-        "rotary_pos_sin",
-        "packed_seq_params",
-        "sequence_len_offset",
-        "padding_mask",
-        "extra_block_kwargs",
-        "model",
+        *("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params"),
+        *("sequence_len_offset", "padding_mask", "extra_block_kwargs", "model"),
     )
 )
 
