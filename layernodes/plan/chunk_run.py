@@ -146,10 +146,10 @@ class ChunkRun:
         storage. None where it would not be freed: several outputs, a view, or one without a graph.
         """
         outputs = next((slot.outputs for slot in reversed(self._slots) if slot is not None), ())
-        if len(outputs) != 1 or outputs[0].grad_fn is None or outputs[0]._is_view():
+        handed: Tensor | None = outputs[0] if len(outputs) == 1 else None
+        if handed is None or handed.grad_fn is None or handed._is_view():
             return None
-        self.output = torch.empty_like(outputs[0], device="meta")
-        handed: Tensor = outputs[0]
+        self.output = torch.empty_like(handed, device="meta")
         return handed
 
     @property
@@ -270,9 +270,12 @@ def _begin(chunk: ModelChunk | None, batch: Any) -> tuple[Any, Tensor | None]:
         raise BatchError(f"a batch is a dict of model.forward's keyword arguments; found {type(batch).__name__}")
     chunk.begin_microbatch()
     state = chunk.new_state(batch)
-    given = state.decoder_input if chunk.model.pre_process else state.hidden_states
-    state.hidden_states = None
-    if given is None and not chunk.model.pre_process:
+    has_head = chunk.model.pre_process
+    hidden, state.hidden_states = state.hidden_states, None
+    if has_head and hidden is not None:
+        raise BatchError("this chunk has a pre-process, which takes no hidden_states; give decoder_input, or tokens")
+    given = state.decoder_input if has_head else hidden
+    if given is None and not has_head:
         raise BatchError("this chunk has no pre-process: its batch needs hidden_states, the previous part's output")
     return state, given
 
