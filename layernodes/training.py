@@ -9,7 +9,7 @@ of ours:
                            chunks that may meet
     build_schedule_plan    open a chunk run for the microbatch, on the model's chunk plan
     run                    run the pair schedule of the two chunks, the trainer's functions as calls around the passes;
-                           hand the gradient of the chunk's input to the tensor that the pipeline received
+                           hand the gradient of the chunk's input to the tensor that it was given
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from layernodes._megatron.chunk_ends import one_tensor
 from layernodes._megatron.constraints import raise_violations, recompute_notes, training_violations
+from layernodes._megatron.given_input import GivenInput
 from layernodes._megatron.training import (
     AbstractSchedulePlan,
     autocast_context,
@@ -35,7 +37,6 @@ from layernodes._megatron.training import (
     new_event,
     no_wrappers_left,
     overlap_flags,
-    received_input,
     schedule_plans_built_by,
 )
 from layernodes.errors import NodeStateError
@@ -185,14 +186,14 @@ class TrainingSchedule:
         chunk = self._chunks.get(model)
         if chunk is None:
             raise NodeStateError("this model was not given to schedule(); give it all model chunks of this rank")
-        received = received_input(model)
-        if received is not None:
-            batch["hidden_states"] = received
+        given = GivenInput.of(model, batch)
         chunk_run = chunk.open(batch)
+        if given.has_graph:
+            chunk_run.shared.finish = given.keep
         if self._layer_hooks is not None:
             for layer in range(len(chunk.layers)):
                 chunk_run.add_hooks(layer, self._layer_hooks)
-        return ChunkSchedulePlan(self, model, chunk_run, received)
+        return ChunkSchedulePlan(self, model, chunk_run, given)
 
     def run_pair(
         self, forward: ChunkSchedulePlan | None, backward: ChunkSchedulePlan | None, gradient: Tensor | None, calls: Any
@@ -203,12 +204,12 @@ class TrainingSchedule:
         chosen = self._schedules[None if f_run is None else f_run.plan, None if b_run is None else b_run.plan]
         present = forward or backward
         assert present is not None
-        timer = backward_timer(None if backward is None else backward.model)
-        with torch.enable_grad(), autocast_context(present.model), timer:
-            self._runner.run_pair(chosen, f_run, b_run, gradient, calls)
-        if backward is not None:
-            backward.hand_back()
-        return None if forward is None else forward.output
+        with backward_timer(None if backward is None else backward.model):
+            with torch.enable_grad(), autocast_context(present.model):
+                self._runner.run_pair(chosen, f_run, b_run, gradient, calls)
+            if backward is not None:
+                backward.given.hand_back(backward.chunk_run.input_grad)
+        return None if forward is None else forward.take_output()
 
 
 @final
@@ -220,19 +221,20 @@ class ChunkSchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]  # Megatron
         event: what the trainer's loss node synchronizes on.
     """
 
-    def __init__(self, session: TrainingSchedule, model: Any, chunk_run: ChunkRun, received: Tensor | None) -> None:
+    def __init__(self, session: TrainingSchedule, model: Any, chunk_run: ChunkRun, given: GivenInput) -> None:
         self._session = session
         self.model = model
         self.chunk_run = chunk_run
-        self._received = received
+        self.given = given
         self.vp_stage = model.vp_stage
         self.event = new_event()
 
-    @property
-    def output(self) -> Tensor:
-        """What the chunk returned, as a leaf; the trainer's loss node takes it from there."""
-        output: Tensor = self.chunk_run.output
-        return output.detach().requires_grad_(True)
+    def take_output(self) -> Tensor:
+        """What the chunk returned, for the trainer's loss node or the next stage; from there it may be deallocated."""
+        output = one_tensor(self.chunk_run.output)
+        deallocates = self.model.config.deallocate_pipeline_outputs and not self.model.post_process
+        handed = self.chunk_run.hand_over() if deallocates else None
+        return output.detach().requires_grad_(True) if handed is None else handed
 
     def num_layers(self) -> int:
         """How many layers the chunk has, decoder and MTP."""
@@ -241,12 +243,6 @@ class ChunkSchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]  # Megatron
     def get_layer(self, i: int) -> LayerSchedulePlan:
         """Layer ``i`` of this microbatch."""
         return LayerSchedulePlan(self.chunk_run, range(self.num_layers())[i])
-
-    def hand_back(self) -> None:
-        """Give the gradient of the chunk's input to the tensor that the pipeline received."""
-        gradient = self.chunk_run.input_grad
-        if self._received is not None and gradient is not None:
-            self._received.grad = gradient if self._received.grad is None else self._received.grad + gradient
 
     @staticmethod
     def run(

@@ -102,6 +102,7 @@ _FOUR = (
         bf16=True,
         mtp=1,
         tied=True,
+        embeds=True,
     ),
 )
 

@@ -97,3 +97,20 @@ def post_process(model: Any, state: Any, hidden: Tensor) -> Tensor:
         output_processor_context=state.output_processor_context,
     )
     return output
+
+
+def one_tensor(output: Any) -> Tensor:
+    """What a chunk returned in Megatron-Core's combined step, which gives one tensor to the loss function.
+
+    Raises:
+        UnsupportedLayerError: an output processor, or a node of one's own, returned something else.
+    """
+    if not isinstance(output, Tensor):
+        raise UnsupportedLayerError(
+            f"the output processor (or the last node) returned a {type(output).__name__}, and Megatron-Core's combined "
+            f"step gives one tensor to the loss function, unlike its plain step; return one tensor, such "
+            f"as torch.stack(...) or torch.cat(...) of several",
+            field="output_processor",
+            value=type(output),
+        )
+    return output

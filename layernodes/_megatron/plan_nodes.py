@@ -26,12 +26,13 @@ from megatron.core.transformer.module import float16_to_fp32
 from megatron.core.utils import nvtx_range_pop, nvtx_range_push
 from torch import Tensor
 
-from layernodes._megatron.chunk_ends import post_process, pre_process
+from layernodes._megatron.chunk_ends import one_tensor, post_process, pre_process
+from layernodes._megatron.given_input import GivenInput
 from layernodes._megatron.shared_parameters import StandIns, shared_gradients_of, shared_parameters_of
 from layernodes._megatron.streams import current_lane
 from layernodes.autograd import accumulate, leaf_of, roots_among
 from layernodes.release import release_inputs
-from layernodes.stand_in import Site
+from layernodes.stand_in import Site, deliver
 from layernodes.state import carried
 from layernodes.streams import autocasts
 
@@ -183,12 +184,25 @@ class ChunkPreProcessNode(_PlanNode, PreProcessNode):  # type: ignore[misc]  # M
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sites = shared_parameters_of(self.chunk_state).pre_process
+        self._given = GivenInput(self.chunk_state.decoder_input)
+        self._leaf: Tensor | None = None
 
     def forward_impl(self) -> Tensor:
-        """Embed, or take what the pipeline received, and set up what the layers read."""
-        received = None if self.model.pre_process else self.model.decoder.input_tensor
-        hidden: Tensor = make_viewless(pre_process(self.model, self.chunk_state, received))
+        """Embed, or take what the pipeline received or the batch gives, and set up what the layers read."""
+        if self.model.pre_process:
+            given = self._leaf = leaf_of(self.chunk_state.decoder_input)
+            if self._given.has_graph:
+                shared_gradients_of(self.chunk_state).finish = self._given.keep
+        else:
+            given = self.model.decoder.input_tensor
+        hidden: Tensor = make_viewless(pre_process(self.model, self.chunk_state, given))
         return hidden
+
+    def _run_backward(self, outputs: tuple[Any, ...], output_grad: tuple[Any, ...]) -> tuple[Any, ...]:
+        used = super()._run_backward(outputs, output_grad)
+        self._given.hand_back(None if self._leaf is None else self._leaf.grad)
+        shared_gradients_of(self.chunk_state).finish = deliver  # a weight gradient of the first layer may follow
+        return used
 
 
 class ChunkPostProcessNode(_PlanNode, PostProcessNode):  # type: ignore[misc]  # Megatron-Core has no type information
@@ -200,5 +214,6 @@ class ChunkPostProcessNode(_PlanNode, PostProcessNode):  # type: ignore[misc]  #
 
     def forward_impl(self, hidden_states: Tensor) -> Tensor:
         """Run the chunk's tail; Megatron-Core's combined 1F1B expects an fp32 loss."""
-        loss: Tensor = make_viewless(float16_to_fp32(post_process(self.model, self.chunk_state, hidden_states)))
+        output = one_tensor(post_process(self.model, self.chunk_state, hidden_states))
+        loss: Tensor = make_viewless(float16_to_fp32(output))
         return loss

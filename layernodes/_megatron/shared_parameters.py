@@ -7,7 +7,8 @@ sum to ``.grad`` once: g + ((a + b) + c). Nodes whose backwards run one by one w
     forward of a node    its modules hold a stand-in leaf of the parameter, made for this node and microbatch
     backward of a node   begins with the parameter's sum as the stand-in's gradient, and adds to it
     its W                adds what it computes one by one, once the nodes that backward comes to before have done so
-    last of them         the sum is delivered to the parameter, through autograd, so that its hooks fire once
+    last of them         the sum is delivered to the parameter, through autograd, so that its hooks fire once; or kept,
+                         for whoever runs a graph from outside of the chunk that may use the parameter too
 
 Only parameters that more than one node uses have stand-ins: the embedding under MTP, tied embeddings, a repeated MTP
 layer.
@@ -16,7 +17,7 @@ layer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, final
@@ -120,7 +121,7 @@ class _Sum:
         return number == self.uses - 1 - self.summed
 
     def add(self, use: _Use) -> None:
-        """Note one use's contributions and sum what is next; the last one delivers the sum."""
+        """Note one use's contributions and sum what is next."""
         stand_in = use.stand_in
         if getattr(stand_in, "grad_added_to_main_grad", False):
             self.parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # Megatron-Core sets it
@@ -134,8 +135,6 @@ class _Sum:
             for one in self.waiting.pop(number):
                 self.total = one if self.total is None else self.total + one
             self.summed += 1
-        if self.summed == self.uses and self.total is not None:
-            deliver(self.parameter, self.total)
 
 
 @final
@@ -180,9 +179,15 @@ class StandIns:
 @final
 @dataclass
 class SharedGradients:
-    """The sums of one chunk and microbatch."""
+    """The sums of one chunk and microbatch.
+
+    Attributes:
+        sums: those that are not complete, by the parameter's id.
+        finish: called with each parameter and its complete sum.
+    """
 
     sums: dict[int, _Sum] = field(default_factory=dict)
+    finish: Callable[[Tensor, Tensor], None] = deliver
 
     @contextmanager
     def standing_in(self, sites: tuple[Site, ...]) -> Iterator[StandIns]:
@@ -204,10 +209,13 @@ class SharedGradients:
             yield StandIns(self, list(uses.values()))
 
     def add(self, use: _Use) -> None:
-        """Add one node's contributions; the last one delivers the sum."""
-        use.entry.add(use)
-        if use.entry.summed == use.entry.uses:
-            self.sums.pop(id(use.entry.parameter), None)
+        """Add one node's contributions; the last one finishes the sum."""
+        entry = use.entry
+        entry.add(use)
+        if entry.summed == entry.uses:
+            self.sums.pop(id(entry.parameter), None)
+            if entry.total is not None:
+                self.finish(entry.parameter, entry.total)
 
 
 def shared_gradients_of(chunk_state: Any) -> SharedGradients:

@@ -14,7 +14,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 from torch.nn import Module
 
 from layernodes._megatron.chunks import CHUNKS
@@ -113,11 +112,6 @@ def _restore(model_class: Any, own: Callable[..., Any] | None) -> None:
         delattr(model_class, _NAME)
     else:
         setattr(model_class, _NAME, own)
-
-
-def received_input(model: Any) -> Tensor | None:
-    """What the pipeline handed to a chunk without pre-process (``set_input_tensor``)."""
-    return None if model.pre_process else model.decoder.input_tensor
 
 
 def hooked_module(layer: Module) -> Module:

@@ -32,6 +32,7 @@ class ChunkRun:
         plan: the chunk's plan.
         output: what the chunk returned, without a graph; None until its forward is done.
         input_grad: gradient of the chunk's input; None until its backward is done, and where there is none.
+        shared: the sums of gradients of parameters that several nodes use.
     """
 
     __slots__ = (
@@ -39,13 +40,13 @@ class ChunkRun:
         "_hooks",
         "_is_input",
         "_layer_states",
-        "_shared",
         "_slots",
         "_state",
         "_value",
         "input_grad",
         "output",
         "plan",
+        "shared",
     )
 
     def __init__(self, plan: ChunkPlan, chunk: ModelChunk | None, batch: Any) -> None:
@@ -58,7 +59,7 @@ class ChunkRun:
         self._gradient: Values | None = None
         self._layer_states: list[LayerState] = [LayerState() for _ in plan.layers]
         self._slots: list[SlotRun | None] = [None] * len(plan.places)
-        self._shared = SharedGradients()
+        self.shared = SharedGradients()
         self._hooks: dict[int, list[LayerHooks]] = {}
 
     def add_hooks(self, layer: int, hooks: LayerHooks) -> None:
@@ -111,7 +112,7 @@ class ChunkRun:
             lane.may_use(vars(self._state))
             if place.layer is not None:
                 lane.uses(handoffs_of(slot.layer_state).waiting(place.reads))
-        self._value = slot.forward(previous, lane, self._shared, keeps_input=self._is_input)
+        self._value = slot.forward(previous, lane, self.shared, keeps_input=self._is_input)
         self._is_input = False
         if records:
             self._slots[index] = slot
@@ -138,6 +139,19 @@ class ChunkRun:
         value = self.output if self._value is None else self._value[0] if len(self._value) == 1 else self._value
         return value.detach().requires_grad_(True) if isinstance(value, Tensor) else value
 
+    def hand_over(self) -> Tensor | None:
+        """The very tensor that the last slot returned, graph included, for a pipeline that empties it once it is sent.
+
+        ``output`` then has its shape alone, on the meta device, so that nothing but what backward saved keeps its
+        storage. None where it would not be freed: several outputs, a view, or one without a graph.
+        """
+        outputs = next((slot.outputs for slot in reversed(self._slots) if slot is not None), ())
+        handed: Tensor | None = outputs[0] if len(outputs) == 1 else None
+        if handed is None or handed.grad_fn is None or handed._is_view():
+            return None
+        self.output = torch.empty_like(handed, device="meta")
+        return handed
+
     @property
     def gradient(self) -> Tensor | None:
         """The gradient that the latest backward slot returned; what a pipeline sends back."""
@@ -147,20 +161,24 @@ class ChunkRun:
         """Hand over the gradient of the output; None: ones like it.
 
         Raises:
-            NodeStateError: there are more or fewer gradients than outputs.
+            NodeStateError: there are more or fewer gradients than outputs, or no output is a tensor.
         """
+        outputs = self.output if isinstance(self.output, tuple) else (self.output,)
+        if not any(isinstance(t, Tensor) for t in outputs):
+            raise NodeStateError(
+                f"the chunk returned a {type(self.output).__name__}, from which no backward can begin; return a "
+                f"tensor, or a tuple of tensors"
+            )
         if gradient is None:
-            outputs = self.output if isinstance(self.output, tuple) else (self.output,)
             self._gradient = tuple(
                 torch.ones_like(t) if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) else None
                 for t in outputs
             )
         else:
             self._gradient = gradient if isinstance(gradient, tuple) else (gradient,)
-            num_outputs = len(self.output) if isinstance(self.output, tuple) else 1
-            if num_outputs != len(self._gradient):
+            if len(outputs) != len(self._gradient):
                 raise NodeStateError(
-                    f"the last slot returned {num_outputs} values, and the gradients given are {len(self._gradient)}; "
+                    f"the last slot returned {len(outputs)} values, and the gradients given are {len(self._gradient)}; "
                     f"return one tensor, or give a tuple with a gradient for each"
                 )
 
@@ -235,7 +253,7 @@ class ChunkRun:
         self._layer_states = []
         self._state = None
         self._value = self._gradient = None
-        self._shared = SharedGradients()
+        self.shared = SharedGradients()
 
 
 def _begin(chunk: ModelChunk | None, batch: Any) -> tuple[Any, Tensor | None]:
@@ -252,9 +270,12 @@ def _begin(chunk: ModelChunk | None, batch: Any) -> tuple[Any, Tensor | None]:
         raise BatchError(f"a batch is a dict of model.forward's keyword arguments; found {type(batch).__name__}")
     chunk.begin_microbatch()
     state = chunk.new_state(batch)
-    given = state.decoder_input if chunk.model.pre_process else state.hidden_states
-    state.hidden_states = None
-    if given is None and not chunk.model.pre_process:
+    has_head = chunk.model.pre_process
+    hidden, state.hidden_states = state.hidden_states, None
+    if has_head and hidden is not None:
+        raise BatchError("this chunk has a pre-process, which takes no hidden_states; give decoder_input, or tokens")
+    given = state.decoder_input if has_head else hidden
+    if given is None and not has_head:
         raise BatchError("this chunk has no pre-process: its batch needs hidden_states, the previous part's output")
     return state, given
 
@@ -269,15 +290,8 @@ def state_without_model(attributes: Mapping[str, Any]) -> Any:
 
 _NO_MODEL = dict.fromkeys(
     (
-        "attention_mask",
-        "rotary_pos_emb",
-        "rotary_pos_cos",
-        "rotary_pos_sin",
-        "packed_seq_params",
-        "sequence_len_offset",
-        "padding_mask",
-        "extra_block_kwargs",
-        "model",
+        *("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params"),
+        *("sequence_len_offset", "padding_mask", "extra_block_kwargs", "model"),
     )
 )
 

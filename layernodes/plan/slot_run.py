@@ -165,6 +165,11 @@ class SlotRun:
             self._stand_ins = None
 
     @property
+    def outputs(self) -> Values:
+        """What the node returned, with its graph; empty once backward has run."""
+        return self._outputs or ()
+
+    @property
     def owes_wgrads(self) -> bool:
         """Whether backward has run and what it deferred is still to be computed."""
         return self._outputs is None and bool(self.bwd_dw_callables)

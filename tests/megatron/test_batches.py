@@ -109,3 +109,13 @@ def test_what_may_be_left_out_is_what_the_plain_model_takes_none_for(
             assert torch.equal(result.outputs[0], expected), missing
         refused += [missing] if expected is None else []
     assert " ".join(refused) == _NEEDED[name]
+
+
+@pytest.mark.parametrize("name", ["rope", "hybrid"])
+def test_hidden_states_are_not_for_a_chunk_that_embeds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be ignored, and their gradient lost."""
+    bench = _bench(name, monkeypatch)
+    batch = bench.batches()[0]
+    with pytest.raises(BatchError, match="takes no hidden_states; give decoder_input"):
+        bench.chunk().open({**batch, "hidden_states": torch.zeros(8, 2, 32)})
+    bench.chunk().open({**batch, "hidden_states": None})

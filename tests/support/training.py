@@ -26,6 +26,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.nn import Module
 
@@ -52,6 +53,7 @@ class Case:
         masked: a loss mask with fractional weights, other on each microbatch. per_token: ``calculate_per_token_loss``.
         loss_scale: what ``grad_scale_func`` multiplies with.
         bind_sync: give the loop ``grad_sync_func`` and ``param_sync_func`` where DDP overlaps them.
+        embeds: the forward step makes ``decoder_input``, with the model's embedding and an encoder that it holds.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Case:
     per_token: bool = False
     loss_scale: float | None = None
     bind_sync: bool = False
+    embeds: bool = False
     num_microbatches: int = 4
     seed: int = 5
 
@@ -398,7 +401,12 @@ def forward_step(case: Case, data: Iterator[Any], model: Any, return_schedule_pl
     """As in a Megatron-Core training script."""
     tokens, positions, labels, mask = next(data)
     run = model.build_schedule_plan if return_schedule_plan else model
-    output = run(tokens, positions, None, labels=labels, loss_mask=mask)
+    given = {}
+    inner = unwrap_model(model)
+    if case.embeds and inner.pre_process:
+        images = torch.nn.functional.one_hot(labels, VOCAB).transpose(0, 1).to(inner.encoder.weight.dtype)
+        given["decoder_input"] = inner.embedding(tokens, positions) + inner.encoder(images)
+    output = run(tokens, positions, None, labels=labels, loss_mask=mask, **given)
     return output, partial(_loss, case, mask)
 
 
@@ -489,6 +497,8 @@ def _make_chunk(case: Case, config: TransformerConfig, stage: int) -> Module:
         "vp_stage": vp_stage,
     }
     model = _make_hybrid(case, common) if case.pattern else _make_gpt(case, common)
+    if case.embeds and common["pre_process"]:
+        model.encoder = torch.nn.Linear(VOCAB, config.hidden_size)
     if case.bf16:
         model.bfloat16()
         model = Float16Module(config, model)
