@@ -28,8 +28,9 @@ from megatron.core.utils import get_attr_wrapped_model, is_te_min_version
 from torch.nn import Module
 
 from layernodes._megatron.chunk import ModelChunk
-from layernodes._megatron.chunks import chunk_of
+from layernodes._megatron.chunks import chunk_of, unwrapped
 from layernodes._megatron.layer_kinds import inner_layers, kind_of
+from layernodes._megatron.overrides import check_override, instead_of
 from layernodes.errors import ConfigViolation, UnsupportedLayerError
 
 _CHUNKS: Final = "models"
@@ -82,12 +83,14 @@ def _violations(
     models: Sequence[Module], delay_wgrad: bool, is_known: Callable[[Module], bool]
 ) -> Iterator[ConfigViolation]:
     chunks: list[ModelChunk] = []
+    inner: list[Any] = []
     for model in models:
         try:
+            inner.append(unwrapped(model).model)
             chunks.append(chunk_of(model))
         except UnsupportedLayerError as error:
             yield _of(error)
-    configs = {id(chunk.model.config): chunk.model.config for chunk in chunks}
+    configs = {id(model.config): model.config for model in inner}
     for config in configs.values():
         yield from _of_pipeline(config, len(models))
         yield from _of_loop(config)
@@ -97,15 +100,11 @@ def _violations(
     for model in models:
         yield from _of_fsdp(model, len(models))
     for chunk in chunks:
-        for name in ("forward", "build_schedule_plan"):
-            found = getattr(type(chunk.model), name, None)
-            if found is not getattr(chunk.model_class, name, None):
-                yield ConfigViolation(
-                    field=f"{type(chunk.model).__name__}.{name}",
-                    value=found,
-                    reason="a schedule plan does not call it, and what it adds would be lost; override _preprocess or "
-                    "_postprocess instead, or put it into a submodule",
-                )
+        try:
+            instead = instead_of(chunk.model_class)
+            check_override(chunk.model, "build_schedule_plan", chunk.model_class, instead=instead)
+        except UnsupportedLayerError as error:
+            yield _of(error)
         for layer in _single_layers(chunk):
             if not is_known(layer):
                 try:
