@@ -52,7 +52,6 @@ class ModelChunk(ABC):
     def __init__(self, model: Any, *, is_float16: bool) -> None:
         self.model = model
         self._is_float16 = is_float16
-        check_model(model, self.model_class)
         self.decoder_layers: tuple[Module, ...] = tuple(self.model.decoder.layers)
         mtp = getattr(self.model, "mtp", None)
         self.mtp_layers: tuple[Module, ...] = ()
@@ -65,6 +64,11 @@ class ModelChunk(ABC):
         self._arguments = tuple(
             name for name in inspect.signature(self.model_class.forward).parameters if name != "self"
         )
+
+    def check(self) -> None:
+        """Raise UnsupportedLayerError where the model is not handled; its layers are checked when their plans are
+        built."""
+        check_model(self.model, self.model_class)
 
     @property
     def symbols(self) -> tuple[str, ...] | None:

@@ -17,6 +17,7 @@ configurations, so these checks are ours. Of Megatron-Core's own:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import find_megatron_fsdp
@@ -28,9 +29,9 @@ from megatron.core.utils import get_attr_wrapped_model, is_te_min_version
 from torch.nn import Module
 
 from layernodes._megatron.chunk import ModelChunk
-from layernodes._megatron.chunks import chunk_of, unwrapped
+from layernodes._megatron.chunks import unchecked_chunk_of
 from layernodes._megatron.layer_kinds import inner_layers, kind_of
-from layernodes._megatron.overrides import check_override, instead_of
+from layernodes._megatron.overrides import check_schedule_plan
 from layernodes.errors import ConfigViolation, UnsupportedLayerError
 
 _CHUNKS: Final = "models"
@@ -83,14 +84,9 @@ def _violations(
     models: Sequence[Module], delay_wgrad: bool, is_known: Callable[[Module], bool]
 ) -> Iterator[ConfigViolation]:
     chunks: list[ModelChunk] = []
-    inner: list[Any] = []
     for model in models:
-        try:
-            inner.append(unwrapped(model).model)
-            chunks.append(chunk_of(model))
-        except UnsupportedLayerError as error:
-            yield _of(error)
-    configs = {id(model.config): model.config for model in inner}
+        yield from _refusal(lambda given: chunks.append(unchecked_chunk_of(given)), model)
+    configs = {id(chunk.model.config): chunk.model.config for chunk in chunks}
     for config in configs.values():
         yield from _of_pipeline(config, len(models))
         yield from _of_loop(config)
@@ -100,17 +96,11 @@ def _violations(
     for model in models:
         yield from _of_fsdp(model, len(models))
     for chunk in chunks:
-        try:
-            instead = instead_of(chunk.model_class)
-            check_override(chunk.model, "build_schedule_plan", chunk.model_class, instead=instead)
-        except UnsupportedLayerError as error:
-            yield _of(error)
+        yield from _refusal(chunk.check)
+        yield from _refusal(check_schedule_plan, chunk.model, chunk.model_class)
         for layer in _single_layers(chunk):
             if not is_known(layer):
-                try:
-                    kind_of(layer, has_nodes=False)
-                except UnsupportedLayerError as error:
-                    yield _of(error)
+                yield from _refusal(partial(kind_of, has_nodes=False), layer)
 
 
 def _single_layers(chunk: ModelChunk) -> Iterator[Any]:
@@ -122,8 +112,12 @@ def _single_layers(chunk: ModelChunk) -> Iterator[Any]:
             yield from inner_layers(layer)
 
 
-def _of(error: UnsupportedLayerError) -> ConfigViolation:
-    return ConfigViolation(field=error.field, value=error.value, reason=str(error))
+def _refusal(check: Callable[..., object], *arguments: Any) -> Iterator[ConfigViolation]:
+    """What ``check`` raises, if it does."""
+    try:
+        check(*arguments)
+    except UnsupportedLayerError as error:
+        yield ConfigViolation(field=error.field, value=error.value, reason=str(error))
 
 
 def _of_pipeline(config: TransformerConfig, num_models: int) -> Iterator[ConfigViolation]:

@@ -42,21 +42,26 @@ def check_block(block: Any) -> None:
 
 def check_model(model: Any, model_class: type[Module]) -> None:
     """Raise UnsupportedLayerError for a model with a ``forward`` of its own, or a block with one."""
-    check_override(model, "forward", model_class, instead=instead_of(model_class))
+    check_override(model, "forward", model_class, instead=_instead_of(model_class))
     check_block(model.decoder)
     mtp = getattr(model, "mtp", None)
     if mtp is not None:
         check_block(mtp)
 
 
+def check_schedule_plan(model: Any, model_class: type[Module]) -> None:
+    """Raise UnsupportedLayerError for a model with a ``build_schedule_plan`` of its own, in whose place ours stands."""
+    check_override(model, "build_schedule_plan", model_class, instead=_instead_of(model_class))
+
+
 def check_planned_model(model: Any) -> None:
     """Raise UnsupportedLayerError for a ``GPTModel`` with a ``forward`` of its own that builds its schedule plan as the
     class does; one with a ``build_schedule_plan`` of its own too does in it what it has to."""
     if _overridden(model, "build_schedule_plan", GPTModel) is None:
-        check_override(model, "forward", GPTModel, instead=instead_of(GPTModel))
+        check_override(model, "forward", GPTModel, instead=_instead_of(GPTModel))
 
 
-def instead_of(model_class: type[Module]) -> str:
+def _instead_of(model_class: type[Module]) -> str:
     """What to do instead of overriding a method of the model."""
     called = "override _preprocess or _postprocess instead, or " if issubclass(model_class, GPTModel) else ""
     return f"{called}put it into a layer or another submodule"
