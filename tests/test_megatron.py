@@ -336,6 +336,25 @@ class TestRefusals:
         _run_batches(way, model, [sound])
         assert called != []
 
+    @pytest.mark.parametrize("way", ["install", "runner"])
+    @pytest.mark.parametrize("mtp", [0, 1])
+    def test_a_padding_mask_for_expert_bias_without_gradients(self, way: str, mtp: int) -> None:
+        """The plain model counts no tokens then, and runs; so do we, in any order of microbatches."""
+        cell = replace(by_name("expert-bias-padding-ep1"), layers="DM", mtp=mtp, num_microbatches=2)
+        model, microbatches = make_model(cell), make_microbatches(cell)
+        with torch.no_grad():
+            expected = [model(**microbatch.inputs) for microbatch in microbatches]
+        if way == "runner":
+            chunk = ChunkPlan.build(model)
+            with Runner(streams="threads") as runner:
+                batches = [dict(microbatch.inputs) for microbatch in microbatches]
+                outputs = list(runner.run(schedules.forward_only(chunk.shape, 2), chunk, batches).outputs)
+        else:
+            with torch.no_grad(), layernodes.install():
+                outputs = [_run(model, microbatch) for microbatch in microbatches]
+        for output, wanted in zip(outputs, expected, strict=True):
+            assert torch.equal(output, wanted)
+
     @pytest.mark.parametrize(
         ("frozen", "norm"),
         [

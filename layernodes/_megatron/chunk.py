@@ -20,8 +20,9 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from layernodes._megatron.chunk_ends import post_process, pre_process
+from layernodes._megatron.overrides import check_model
 from layernodes._megatron.shared_parameters import SharedParameters
-from layernodes._megatron.support import check_block_kwargs, check_decoder, check_padding_mask, check_recomputed_norms
+from layernodes._megatron.support import check_block_kwargs, check_padding_mask, check_recomputed_norms
 from layernodes.errors import BatchError, UnsupportedLayerError
 from layernodes.stand_in import Site
 
@@ -51,7 +52,6 @@ class ModelChunk(ABC):
     def __init__(self, model: Any, *, is_float16: bool) -> None:
         self.model = model
         self._is_float16 = is_float16
-        check_decoder(self.model.decoder)
         self.decoder_layers: tuple[Module, ...] = tuple(self.model.decoder.layers)
         mtp = getattr(self.model, "mtp", None)
         self.mtp_layers: tuple[Module, ...] = ()
@@ -64,6 +64,11 @@ class ModelChunk(ABC):
         self._arguments = tuple(
             name for name in inspect.signature(self.model_class.forward).parameters if name != "self"
         )
+
+    def check(self) -> None:
+        """Raise UnsupportedLayerError where the model is not handled; its layers are checked when their plans are
+        built."""
+        check_model(self.model, self.model_class)
 
     @property
     def symbols(self) -> tuple[str, ...] | None:

@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.transformer.module import Float16Module
 from torch.nn import Module
 
 from layernodes._megatron.chunk import GPTChunk, ModelChunk
 from layernodes._megatron.hybrid import HybridChunk
-from layernodes.errors import UnsupportedLayerError
+from layernodes._megatron.wrappers import unwrap
 
 CHUNKS: Final[Mapping[type[Module], type[ModelChunk]]] = {GPTModel: GPTChunk, HybridModel: HybridChunk}
 """The chunk class of each model class, its subclasses included."""
 
 
 def chunk_of(model: Module) -> ModelChunk:
-    """The chunk of a model, possibly wrapped in ``Float16Module`` or DistributedDataParallel.
+    """The chunk of a model, possibly wrapped in Megatron-Core's ``Float16Module`` or ``DistributedDataParallel``.
 
     Raises:
-        UnsupportedLayerError: it is, or wraps, something else.
+        UnsupportedLayerError: it is, or wraps, something else; a wrapper or a ``forward`` of another kind, which would
+            not be called.
     """
-    is_float16 = False
-    inner: Any = model
-    while (found := _chunk_class(inner)) is None:
-        is_float16 = is_float16 or isinstance(inner, Float16Module)
-        inner = getattr(inner, "module", None)
-        if not isinstance(inner, Module):
-            raise UnsupportedLayerError(
-                f"{type(model).__name__} is no GPTModel and no HybridModel and wraps none; pass a chunk of one of "
-                f"these, or build the plans of your own layers with LayerPlan.build and join them with ChunkPlan.of",
-                field="model",
-                value=type(model),
-            )
+    chunk = unchecked_chunk_of(model)
+    chunk.check()
+    return chunk
+
+
+def unchecked_chunk_of(model: Module) -> ModelChunk:
+    """``chunk_of`` without what ``ModelChunk.check`` refuses."""
+    inner, is_float16 = unwrap(model, tuple(CHUNKS))
+    found = next(CHUNKS[base] for base in type(inner).__mro__ if base in CHUNKS)
     return found(inner, is_float16=is_float16)
-
-
-def _chunk_class(model: Any) -> type[ModelChunk] | None:
-    return next((CHUNKS[base] for base in type(model).__mro__ if base in CHUNKS), None)

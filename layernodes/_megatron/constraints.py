@@ -17,6 +17,7 @@ configurations, so these checks are ours. Of Megatron-Core's own:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import find_megatron_fsdp
@@ -28,8 +29,9 @@ from megatron.core.utils import get_attr_wrapped_model, is_te_min_version
 from torch.nn import Module
 
 from layernodes._megatron.chunk import ModelChunk
-from layernodes._megatron.chunks import chunk_of
+from layernodes._megatron.chunks import unchecked_chunk_of
 from layernodes._megatron.layer_kinds import inner_layers, kind_of
+from layernodes._megatron.overrides import check_schedule_plan
 from layernodes._megatron.wgrad import own_deferred_parameters
 from layernodes.errors import ConfigViolation, UnsupportedLayerError
 
@@ -90,10 +92,7 @@ def _violations(
 ) -> Iterator[ConfigViolation]:
     chunks: list[ModelChunk] = []
     for model in models:
-        try:
-            chunks.append(chunk_of(model))
-        except UnsupportedLayerError as error:
-            yield _of(error)
+        yield from _refusal(lambda given: chunks.append(unchecked_chunk_of(given)), model)
     configs = {id(chunk.model.config): chunk.model.config for chunk in chunks}
     for config in configs.values():
         yield from _of_pipeline(config, len(models))
@@ -104,23 +103,13 @@ def _violations(
     for model in models:
         yield from _of_fsdp(model, len(models))
     for chunk in chunks:
-        for name in ("forward", "build_schedule_plan"):
-            found = getattr(type(chunk.model), name, None)
-            if found is not getattr(chunk.model_class, name, None):
-                yield ConfigViolation(
-                    field=f"{type(chunk.model).__name__}.{name}",
-                    value=found,
-                    reason="a schedule plan does not call it, and what it adds would be lost; override _preprocess or "
-                    "_postprocess instead, or put it into a submodule",
-                )
+        yield from _refusal(chunk.check)
+        yield from _refusal(check_schedule_plan, chunk.model, chunk.model_class)
         for layer in _single_layers(chunk):
             if not delay_wgrad and own_deferred_parameters(layer.config, [layer]):
                 yield _HELD_BACK
             if not is_known(layer):
-                try:
-                    kind_of(layer, has_nodes=False)
-                except UnsupportedLayerError as error:
-                    yield _of(error)
+                yield from _refusal(partial(kind_of, has_nodes=False), layer)
 
 
 def _single_layers(chunk: ModelChunk) -> Iterator[Any]:
@@ -132,8 +121,12 @@ def _single_layers(chunk: ModelChunk) -> Iterator[Any]:
             yield from inner_layers(layer)
 
 
-def _of(error: UnsupportedLayerError) -> ConfigViolation:
-    return ConfigViolation(field=error.field, value=error.value, reason=str(error))
+def _refusal(check: Callable[..., object], *arguments: Any) -> Iterator[ConfigViolation]:
+    """What ``check`` raises, if it does."""
+    try:
+        check(*arguments)
+    except UnsupportedLayerError as error:
+        yield ConfigViolation(field=error.field, value=error.value, reason=str(error))
 
 
 def _of_pipeline(config: TransformerConfig, num_models: int) -> Iterator[ConfigViolation]:

@@ -59,17 +59,13 @@ _CALLS: Final = _HybridStackCalls()
 
 @final
 class HybridChunk(ModelChunk):
-    """One part of a ``HybridModel``.
-
-    Raises:
-        UnsupportedLayerError: a configuration that is not handled; see ``check_hybrid_model``.
-    """
+    """One part of a ``HybridModel``."""
 
     model_class = HybridModel
 
-    def __init__(self, model: Any, *, is_float16: bool) -> None:
-        check_hybrid_model(model)
-        super().__init__(model, is_float16=is_float16)
+    def check(self) -> None:
+        super().check()
+        check_hybrid_model(self.model)
 
     @property
     def symbols(self) -> tuple[str, ...] | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.models.hybrid.hybrid_model import HybridModel
-
 from layernodes.errors import UnsupportedLayerError
 
 _GRAPHS = ("none", "full_iteration")
@@ -15,13 +13,6 @@ def check_hybrid_model(model: Any) -> None:
     """Raise UnsupportedLayerError, naming field and value, where the model is not handled; its layers are checked when
     their plans are built."""
     config = model.config
-    if type(model).forward is not HybridModel.forward:
-        raise UnsupportedLayerError(
-            f"{type(model).__name__} overrides forward(), which a chunk plan does not call: what it adds would be "
-            f"lost; put it into a layer or another submodule",
-            field=f"{type(model).__name__}.forward",
-            value=type(model).forward,
-        )
     if config.cuda_graph_impl not in _GRAPHS:
         raise UnsupportedLayerError(
             f"cuda_graph_impl={config.cuda_graph_impl!r} captures layers of a HybridModel as the plain stack calls "

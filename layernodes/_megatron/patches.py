@@ -13,8 +13,9 @@ from megatron.core.models.common.model_chunk_schedule_plan import (
 )
 from megatron.core.models.gpt import fine_grained_callables as gpt_callables
 
+from layernodes._megatron.overrides import check_block, check_planned_model
 from layernodes._megatron.plan_nodes import ChunkPostProcessNode, ChunkPreProcessNode, ProvingLayerNode
-from layernodes._megatron.support import check_block_kwargs, check_decoder, check_padding_mask, check_recomputed_norms
+from layernodes._megatron.support import check_block_kwargs, check_padding_mask, check_recomputed_norms
 
 
 class Patch(NamedTuple):
@@ -59,8 +60,9 @@ def _build_layer_schedule_plan(
     if module is None:
         return
     model = self.state.model
+    check_block(module)
     if module is model.decoder:
-        check_decoder(module)
+        check_planned_model(model)
         check_recomputed_norms(model, self.state.decoder_input if model.pre_process else module.input_tensor)
     layers = list(module.layers)
     check_padding_mask(self.state.padding_mask, layers)

@@ -13,9 +13,10 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
-from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
+from layernodes._megatron.overrides import check_block, check_override
+from layernodes._megatron.wrappers import check_unsharded
 from layernodes.errors import UnsupportedLayerError
 
 # What a decoder call may be given beside its usual arguments (``extra_block_kwargs``) and the split path passes on.
@@ -24,10 +25,11 @@ _EXTRA_BLOCK_KWARGS = frozenset({"attention_bias"})
 
 def check_layer(layer: Any) -> None:
     """Raise UnsupportedLayerError, naming field and value, where ``layer`` is not handled."""
+    check_unsharded(layer)
     if isinstance(layer, MultiTokenPredictionLayer):
         inner = getattr(layer, "mtp_model_layer", None)
         if isinstance(inner, HybridStack):
-            _check_override(layer, "forward", MultiTokenPredictionLayer)
+            _check_mtp_methods(layer)
             _check_stack(layer, inner)
             return
         if not isinstance(inner, TransformerLayer):
@@ -37,7 +39,7 @@ def check_layer(layer: Any) -> None:
                 field="mtp_model_layer",
                 value=type(inner),
             )
-        _check_override(layer, "forward", MultiTokenPredictionLayer)
+        _check_mtp_methods(layer)
         layer = inner
     if isinstance(layer, MambaLayer):
         _check_fp8_recipe(layer)
@@ -59,7 +61,7 @@ def check_layer(layer: Any) -> None:
             field="layer",
             value=type(layer),
         )
-    _check_override(layer, "forward", TransformerLayer)
+    check_override(layer, "forward", TransformerLayer)
     if not isinstance(layer.cross_attention, IdentityOp):
         raise UnsupportedLayerError(
             f"layer {layer.layer_number} has cross-attention ({type(layer.cross_attention).__name__}), which is not "
@@ -89,11 +91,6 @@ def notes_on(layer: Any) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def check_decoder(decoder: Any) -> None:
-    """Raise UnsupportedLayerError for a decoder block with a ``forward`` of its own, which would not be called."""
-    _check_override(decoder, "forward", HybridStack if isinstance(decoder, HybridStack) else TransformerBlock)
-
-
 def check_block_kwargs(extra_block_kwargs: dict[str, Any] | None) -> None:
     """Raise UnsupportedLayerError for arguments to the decoder that its layers would not be given."""
     unknown = {name: value for name, value in (extra_block_kwargs or {}).items() if value is not None}
@@ -107,8 +104,9 @@ def check_block_kwargs(extra_block_kwargs: dict[str, Any] | None) -> None:
 
 
 def check_padding_mask(padding_mask: Any, layers: Iterable[Any]) -> None:
-    """Raise UnsupportedLayerError for a padding mask that the plain layer's router cannot take either."""
-    if padding_mask is None:
+    """Raise UnsupportedLayerError for a padding mask that the plain layer's router cannot take either; it counts
+    tokens, and fails, with gradients only."""
+    if padding_mask is None or not torch.is_grad_enabled():
         return
     for layer in layers:
         inner = getattr(layer, "mtp_model_layer", layer)
@@ -171,9 +169,14 @@ def _check_fp8_recipe(layer: Any) -> None:
         )
 
 
+def _check_mtp_methods(layer: MultiTokenPredictionLayer) -> None:
+    for method in ("forward", "_proj_and_transformer_layer"):
+        check_override(layer, method, MultiTokenPredictionLayer)
+
+
 def _check_stack(layer: MultiTokenPredictionLayer, stack: HybridStack) -> None:
     """The stack inside an MTP layer; its layers are checked when their plans are built."""
-    check_decoder(stack)
+    check_block(stack)
     if layer.config.fp8 or layer.config.fp4:
         field = "fp8" if layer.config.fp8 else "fp4"
         raise UnsupportedLayerError(
@@ -186,8 +189,8 @@ def _check_stack(layer: MultiTokenPredictionLayer, stack: HybridStack) -> None:
 
 def _check_moe_layer(layer: TransformerLayer) -> None:
     moe, config = layer.mlp, layer.config
-    _check_override(moe, "forward", MoELayer)
-    _check_override(layer, "_forward_mlp", TransformerLayer, MoETransformerLayer)
+    check_override(moe, "forward", MoELayer)
+    check_override(layer, "_forward_mlp", TransformerLayer, MoETransformerLayer)
     if layer.training and not trains_in_parallel(layer):
         refuse_training(layer)
     if config.moe_latent_size and moe.use_shared_expert and moe.shared_expert_overlap:
@@ -212,15 +215,3 @@ def refuse_training(layer: TransformerLayer) -> NoReturn:
         field="sequence_parallel",
         value=layer.config.sequence_parallel,
     )
-
-
-def _check_override(module: Any, method: str, *bases: type) -> None:
-    """A subclass with a method of its own would have it skipped by the split path."""
-    found = vars(module).get(method) or getattr(type(module), method)  # replaced on the object, or by its class
-    if all(found is not getattr(base, method) for base in bases):
-        raise UnsupportedLayerError(
-            f"{type(module).__name__} overrides {method}(), which the split path does not call: what it adds would be "
-            f"lost; move it into a node of your own, or into a submodule that {bases[0].__name__} calls",
-            field=f"{type(module).__name__}.{method}",
-            value=found,
-        )

@@ -84,7 +84,8 @@ class ChunkPlan:
         an empty one.
 
         Args:
-            model: the model chunk, possibly wrapped in ``Float16Module`` or DistributedDataParallel.
+            model: the model chunk, possibly wrapped in Megatron-Core's ``Float16Module`` or
+                ``DistributedDataParallel``.
             nodes: node class or factory by slot, for every layer that has the slot.
             split_combine: put everything after the combine exchange into a slot of its own on the compute stream.
             wgrad: ``"auto"`` defers weight gradients wherever a node can; schedules then need their ``W`` steps.

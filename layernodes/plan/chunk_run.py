@@ -259,13 +259,13 @@ class ChunkRun:
 def _begin(chunk: ModelChunk | None, batch: Any) -> tuple[Any, Tensor | None]:
     """The chunk state of a batch, and the tensor that its first place works on, as a leaf of our own."""
     if chunk is None:
-        tensor, attributes = batch if isinstance(batch, tuple) else (batch, {})
-        if not isinstance(tensor, Tensor) or not isinstance(attributes, Mapping):
-            raise BatchError(
-                f"a batch of ChunkPlan.of is a tensor, or (tensor, dict for the chunk state); found "
-                f"{type(batch).__name__}"
-            )
-        return state_without_model(attributes), tensor
+        match batch if isinstance(batch, tuple) else (batch, {}):
+            case (Tensor() as tensor, Mapping() as attributes):
+                return state_without_model(attributes), tensor
+        found = type(batch).__name__
+        if isinstance(batch, tuple):
+            found = f"({', '.join(type(value).__name__ for value in batch)})"
+        raise BatchError(f"a batch of ChunkPlan.of is a tensor, or (tensor, dict for the chunk state); found {found}")
     if not isinstance(batch, Mapping):
         raise BatchError(f"a batch is a dict of model.forward's keyword arguments; found {type(batch).__name__}")
     chunk.begin_microbatch()

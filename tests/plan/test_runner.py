@@ -268,9 +268,17 @@ class TestRefused:
         with Runner(streams="inline") as runner, pytest.raises(ScheduleError, match="pre_process"):
             runner.run(other, _chunk(_Sine), [_leaf(1.0)])
 
-    @pytest.mark.parametrize("batch", [None, "text", {"input_ids": 1}, [1.0], (_leaf(1.0), 3)])
-    def test_bad_batches(self, batch: Any) -> None:
-        with Runner(streams="inline") as runner, pytest.raises(BatchError, match="is a tensor, or"):
+    @pytest.mark.parametrize(
+        ("batch", "found"),
+        [
+            *((None, "NoneType"), ("text", "str"), ({"input_ids": 1}, "dict"), ([1.0], "list"), ((), r"\(\)")),
+            ((_leaf(1.0),), r"\(Tensor\)"),
+            ((_leaf(1.0), 3), r"\(Tensor, int\)"),
+            ((_leaf(1.0), {}, {}), r"\(Tensor, dict, dict\)"),
+        ],
+    )
+    def test_bad_batches(self, batch: Any, found: str) -> None:
+        with Runner(streams="inline") as runner, pytest.raises(BatchError, match=rf"is a tensor, or .* found {found}$"):
             runner.run(_schedule("F0B0"), _chunk(_Sine), [batch])
 
     def test_loss_grads(self) -> None:
