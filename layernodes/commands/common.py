@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from layernodes.command import UsageError, Write, add_mtp, add_wgrad
@@ -221,10 +222,14 @@ def is_trace_file(name: str) -> bool:
     return path.suffix == ".json" and path.is_file() and is_trace(path.read_text(encoding="utf-8", errors="replace"))
 
 
-def check_folder(name: str, path: str | None) -> None:
-    """Raise UsageError, before anything runs, where a file that is to be written has no folder."""
-    if path is not None and not Path(path).absolute().parent.is_dir():
+def check_output(name: str, path: str | None, *, endings: Sequence[str] = ()) -> None:
+    """Raise UsageError, before anything runs, where a file that is to be written has no folder, or another ending."""
+    if path is None:
+        return
+    if not Path(path).absolute().parent.is_dir():
         raise UsageError(f"--{name} is {path}, and there is no such folder; make it first")
+    if endings and Path(path).suffix.lower() not in endings:
+        raise UsageError(f"--{name} is {path}; name it {', '.join(endings[:-1])} or {endings[-1]}")
 
 
 def write_json(write: Write, value: object) -> None:

@@ -7,8 +7,9 @@ from argparse import ArgumentParser, Namespace
 from typing import Final
 
 from layernodes.command import Command, NoAnswerError, UsageError, Write
-from layernodes.commands.common import add_costs, add_json, add_shape, check_folder, costs_of, shape_of, write_json
+from layernodes.commands.common import add_costs, add_json, add_shape, check_output, costs_of, shape_of, write_json
 from layernodes.errors import ScheduleError
+from layernodes.plan.file_kinds import SCHEDULE_ENDINGS
 from layernodes.plan.optimize import optimize_pair_with_report, optimize_with_report
 from layernodes.plan.optimized import Optimized, Progress
 from layernodes.plan.schedule import PairSchedule, Schedule
@@ -26,7 +27,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 def _run(args: Namespace, write: Write) -> int:
     """Optimize, and print the report."""
-    check_folder("output", args.output)
+    check_output("output", args.output, endings=SCHEDULE_ENDINGS)
     for name, limit in (("memory", args.memory_limit), ("time", args.time_limit)):
         if limit is not None and not limit >= 0:
             raise UsageError(f"--{name}-limit is {limit}; give 0 or more")

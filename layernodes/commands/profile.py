@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Final
 
 from layernodes.command import Command, UsageError, Write
-from layernodes.commands.common import check_folder
+from layernodes.commands.common import check_output
 from layernodes.commands.run import add_chunk_arguments
 from layernodes.demo.command import add_model_arguments, settings_of
 from layernodes.demo.data import make_microbatches, read_text
@@ -34,7 +34,7 @@ def _run(options: Namespace, write: Write) -> int:
     check_settings(settings, num_ranks=num_launched_ranks())
     if options.repetitions < 1 or options.warmup < 0:
         raise UsageError(f"--repetitions {options.repetitions}, --warmup {options.warmup}; give at least 1 and 0")
-    check_folder("output", options.output)
+    check_output("output", options.output)
     text = read_text(settings.text)
     with demo_world() as world:
         costs = _profile(options, settings, text.content, world)

@@ -9,7 +9,7 @@ from typing import Final
 from pydantic import BaseModel, ConfigDict
 
 from layernodes.command import Command, UsageError, Write, add_wgrad
-from layernodes.commands.common import SCHEDULES, add_wgrad_place, built_in, check_folder, check_schedule
+from layernodes.commands.common import SCHEDULES, add_wgrad_place, built_in, check_output, check_schedule
 from layernodes.commands.implied import Implied, implied_options
 from layernodes.demo.command import add_model_arguments, settings_of
 from layernodes.demo.compare import run_plain
@@ -21,6 +21,7 @@ from layernodes.demo.runner_pass import run_schedule
 from layernodes.demo.settings import DemoSettings, check_settings
 from layernodes.demo.world import World, demo_world, num_launched_ranks
 from layernodes.plan.chunk_plan import ChunkPlan
+from layernodes.plan.file_kinds import PICTURE_ENDINGS
 from layernodes.plan.rules import Mode, Rules
 from layernodes.plan.runner import Runner
 from layernodes.plan.schedule import Schedule
@@ -88,8 +89,8 @@ def _run(options: Namespace, write: Write) -> int:
         raise UsageError(f"there are two schedules, {options.schedule} and --schedule {options.named}; name one")
     options.schedule = options.schedule or options.named or "combined_1f1b"
     check_schedule(options)
-    for name in ("trace", "plot"):
-        check_folder(name, getattr(options, name))
+    check_output("trace", options.trace)
+    check_output("plot", options.plot, endings=PICTURE_ENDINGS)
     text = read_text(settings.text)
     with demo_world() as world:
         report = _report(options, settings, text.content, world)

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Final
 
 from layernodes.command import Command, Write
-from layernodes.commands.common import add_json, add_timeline, check_folder, timeline_of, write_json
+from layernodes.commands.common import add_json, add_timeline, check_output, timeline_of, write_json
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
@@ -18,7 +18,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 def _run(args: Namespace, write: Write) -> int:
     """Get the timeline, and write the file."""
-    check_folder("output", args.output)
+    check_output("output", args.output)
     timeline = timeline_of(args)
     timeline.to_perfetto(args.output)
     if args.json:

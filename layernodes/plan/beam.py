@@ -18,8 +18,9 @@ What makes it exact where ``width`` is never reached:
   8, 1960): of all steps that could be next, take the one that would end first, at e, and branch over the steps of its
   stream that could start before e. Launching any other on that stream would leave a hole in which that one fits, and
   to fill it delays nothing. Otherwise all steps that could be next.
-* Lines that are alike never overtake each other: where the later one could, exchanging what remains of the two changes
-  no time, as they arrived in order on the same stream.
+* Lines that are alike, in seconds and in bytes, never overtake each other: where the later one could, exchanging what
+  remains of the two changes no time, as they arrived in order on the same stream, and neither the streams nor the bytes
+  along the launch order, so that it holds for one queue, for a memory limit, and for the two lines of a pair too.
 * ``W``s: see ``problem``.
 
 States are ranked by the lower bound, then by how far both streams and all lines are behind in sum.

@@ -17,8 +17,13 @@ from layernodes.slots import Phase
 _ORDERS = {"combined_1f1b": MEGATRON_ORDER, "combined_1f1b early_release": EARLY_RELEASE_ORDER}
 
 
-NUM_WELL_KNOWN: Final = 5
-"""How many of the built-in candidates, which come first, an optimization always judges: serial and Megatron-Core's."""
+NUM_WELL_KNOWN: Final = 6
+"""How many of the built-in candidates, which come first, an optimization always judges.
+
+Serial, Megatron-Core's two orders with ``W`` after ``B`` and in Megatron-Core's place, and groups of two; of forwards
+alone the smallest groups; of pairs the backward before the forward.
+"""
+_FEW: Final = 8
 
 
 class Candidate(NamedTuple):
@@ -29,25 +34,38 @@ class Candidate(NamedTuple):
 
 
 def built_in_candidates(shape: ChunkShape, num_microbatches: int, *, trains: bool) -> Iterator[Candidate]:
-    """The built-in schedules of a chunk, those that users know first."""
+    """The built-in schedules of a chunk, those that users know first; each is made when it is asked for."""
     if not trains:
-        for group in (1, 2, 3):
+        for group in (1, *group_sizes(num_microbatches)):
             yield Candidate(
                 f"forward_only group={group}", schedules.forward_only(shape, num_microbatches, group=group).steps
             )
         return
-    plain = [("serial", schedules.serial(shape, num_microbatches).steps)]
+    plain: list[Candidate] = []
+    for candidate in _plain_candidates(shape, num_microbatches):
+        plain.append(candidate)
+        yield candidate
+    for name, steps in plain:
+        yield from with_wgrad(name, steps, shape, shape)
+
+
+def group_sizes(num_microbatches: int) -> Sequence[int]:
+    """How many microbatches go together, smallest first: any number of up to 8, else 3, powers of two, and all."""
+    if num_microbatches <= _FEW:
+        return range(2, num_microbatches + 1)
+    powers = {1 << power for power in range(1, num_microbatches.bit_length())}
+    return sorted({3, num_microbatches, *powers})
+
+
+def _plain_candidates(shape: ChunkShape, num_microbatches: int) -> Iterator[Candidate]:
+    yield Candidate("serial", schedules.serial(shape, num_microbatches).steps)
     for megatron_wgrad in (False, True):
         for name, order in _ORDERS.items():
             built = schedules.combined_1f1b(shape, num_microbatches, order=order, megatron_wgrad=megatron_wgrad)
-            plain.append((name + megatron_wgrad * " megatron_wgrad", built.steps))
-    for group in (2, 3):
+            yield Candidate(name + megatron_wgrad * " megatron_wgrad", built.steps)
+    for group in group_sizes(num_microbatches):
         steps = schedules.forward_forward(shape, num_microbatches, group=group).steps
-        plain.append((f"forward_forward group={group}", steps))
-    for name, steps in plain:
-        yield Candidate(name, steps)
-    for name, steps in plain:
-        yield from with_wgrad(name, steps, shape, shape)
+        yield Candidate(f"forward_forward group={group}", steps)
 
 
 def built_in_pair_candidates(

@@ -29,6 +29,11 @@ class FileKind(NamedTuple):
         return f"{wanted}; {self.written_by} wrote this, and {self.taken_by}"
 
 
+SCHEDULE_ENDINGS: Final = (".txt", ".json")
+"""How the name of a file with a schedule ends."""
+PICTURE_ENDINGS: Final = (".png", ".svg", ".pdf")
+"""How the name of a picture ends."""
+
 _NOBODY: Final = "it is for people and programs to read: no command takes it"
 TRACE: Final = FileKind(
     "a trace",

@@ -164,7 +164,13 @@ class Optimization[S: (Schedule, PairSchedule)]:
         problem = self._problem
         if len(problem.lines) != 2 or self.is_optimal or self._effort.is_over:
             return None
-        solved = solve_two_lines(*problem.lines, problem.classes, below=self._below, max_labels=_MAX_LABELS)
+        solved = solve_two_lines(
+            *problem.lines,
+            problem.classes,
+            below=self._below,
+            max_labels=_MAX_LABELS,
+            stop=lambda: self._effort.is_over,
+        )
         if solved is None or isinstance(solved, float):
             self._bound = max(self._bound, self._below if solved is None else solved)
             return None

@@ -2,7 +2,7 @@
 
 Contract::
 
-    candidates = the built-in schedules with every place for weight gradients
+    candidates = the built-in schedules, groups of several sizes too, with every place for weight gradients
                  many microbatches: the best pair, and the best group of two, repeated
                  two lines: their best order, and a search for where its weight gradients go     (``two_lines``)
                  searches of growing width, step by step over all orders                         (``beam``)
@@ -44,6 +44,11 @@ def optimize(
     progress: Callable[[Progress], None] | None = None,
 ) -> Schedule:
     """Choose the schedule of a chunk: never worse than the built-in ones that fit into the memory limit.
+
+    Those are, with each place for weight gradients, ``serial``, ``combined_1f1b`` with its options but ``order``, and
+    ``forward_forward``, or ``forward_only``, in groups of any size where there are up to 8 microbatches, else of 1, 2,
+    3, powers of two, and all. A time limit that ends before all are judged still leaves each as it comes by default,
+    and the options of ``combined_1f1b``. ``max_states`` leaves all.
 
     Args:
         shape: the chunk's shape.
@@ -152,7 +157,7 @@ def _repeated(shape: ChunkShape, costs: CostModel, num_microbatches: int, effort
     """Schedules of many microbatches made of the best ones of two."""
     now = time.monotonic()
     left = None if effort.deadline is None else max(0.0, effort.deadline - now)
-    max_states = (effort.max_states or MAX_STATES) // 4
+    max_states = (MAX_STATES if effort.max_states is None else effort.max_states) // 4
     found = []
     pair = optimize_pair_with_report(
         shape, shape, costs, time_limit=None if left is None else left / 4, max_states=max_states

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from layernodes.errors import ScheduleError
+from layernodes.plan.file_kinds import PICTURE_ENDINGS
 from layernodes.plan.units import in_bytes, in_seconds
 from layernodes.slots import Phase, Slot, StreamType
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from layernodes.plan.timeline import Interval, Timeline
-
-FORMATS: Final = (".png", ".svg", ".pdf")
 
 _STEPS_IN_A_ROW: Final = 44
 _MOST_ROWS: Final = 24
@@ -79,8 +78,8 @@ def plot(timeline: Timeline, path: Path, *, title: str | None = None) -> None:
         ScheduleError: the name of the file ends in no format that can be drawn.
         OSError: the file cannot be written.
     """
-    if path.suffix.lower() not in FORMATS:
-        raise ScheduleError(f"cannot draw {path}; name it {', '.join(FORMATS)}")
+    if path.suffix.lower() not in PICTURE_ENDINGS:
+        raise ScheduleError(f"cannot draw {path}; name it {', '.join(PICTURE_ENDINGS)}")
     # A fixed salt and no date: the same timeline gives the same file.
     with mpl.rc_context({"svg.hashsalt": "layernodes", "hatch.linewidth": 0.6, "svg.fonttype": "none"}):
         figure = draw(timeline, title=title)

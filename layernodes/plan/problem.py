@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from layernodes.plan.costs import CostModel, SlotCost
-from layernodes.plan.rules import NONE, Rules
+from layernodes.plan.costs import FREE, CostModel, SlotCost
+from layernodes.plan.rules import NONE, Mode, Rules
 from layernodes.plan.step import Step
 from layernodes.slots import Phase, StreamType
 
@@ -31,7 +31,7 @@ class Line:
         seconds: how long each takes.
         comm: whether it is on the communication stream.
         wgrad: class of the ``W`` that it makes available, or ``NO_CLASS``.
-        acquires, releases: bytes.
+        acquires, releases: bytes; none where all go forward alone.
         tail: seconds of the longest chain from the start of each step on; one more entry, 0, for the end.
         to_compute, to_comm: seconds along the line before the next step on that stream starts; infinite for none.
     """
@@ -67,7 +67,7 @@ class Problem:
         lines: the lines.
         classes: the classes of ``W`` steps.
         wgrad_ids: for each ``B`` that defers, its ``W``.
-        alike: whether all lines have the same costs, step by step.
+        alike: whether all lines take the same seconds, streams and bytes, step by step.
         held: bytes held before the first step (activations of a pair's backward chunk).
         compute_total, comm_total: seconds of all steps of each stream.
     """
@@ -109,9 +109,7 @@ def build_problem(rules: Rules, costs: CostModel, *, factors: tuple[float, float
         lines=lines,
         classes=tuple(reading.classes),
         wgrad_ids=reading.wgrad_ids,
-        alike=all(
-            (line.seconds, line.comm, line.wgrad) == (lines[0].seconds, lines[0].comm, lines[0].wgrad) for line in lines
-        ),
+        alike=len({(line.seconds, line.comm, line.wgrad, line.acquires, line.releases) for line in lines}) <= 1,
         held=reading.held(),
         compute_total=reading.total(StreamType.COMPUTE),
         comm_total=reading.total(StreamType.COMM),
@@ -125,6 +123,7 @@ class _Reading:
         self.rules = rules
         self.tables = {phase: {} if shape is None else costs.table(shape) for phase, shape in rules.shapes.items()}
         self.factors = factors
+        self.retains = rules.mode is not Mode.FORWARD
         self.required = list(rules.required())
         self.wgrad_ids = {b: w for b, w in enumerate(rules.wgrad_of) if w != NONE}
         self.classes: dict[WgradClass, int] = {}
@@ -143,7 +142,7 @@ class _Reading:
 
     def line(self, ids: Sequence[int]) -> Line:
         steps = [self.rules.steps[number] for number in ids]
-        cost = [self.cost(step) for step in steps]
+        cost = [self.cost(step) if self.retains else FREE for step in steps]
         seconds = [self.seconds(number) for number in ids]
         comm = [self.is_comm(number) for number in ids]
         tail, to_compute, to_comm = [0.0], [float("inf")], [float("inf")]

@@ -11,6 +11,7 @@ from typing import ClassVar, Self, final, overload
 from layernodes.errors import ScheduleError, ScheduleParseError
 from layernodes.plan import schedule_json
 from layernodes.plan.arguments import check_argument, check_items
+from layernodes.plan.file_kinds import SCHEDULE_ENDINGS
 from layernodes.plan.grid import render, stream_in
 from layernodes.plan.shape import ChunkShape
 from layernodes.plan.step import Step
@@ -196,6 +197,6 @@ class PairSchedule(StepSequence):
 
 
 def _is_json(path: Path) -> bool:
-    if path.suffix.lower() not in (".txt", ".json"):
-        raise ScheduleError(f"cannot tell the format of {path}; name it .txt or .json")
+    if path.suffix.lower() not in SCHEDULE_ENDINGS:
+        raise ScheduleError(f"cannot tell the format of {path}; name it {' or '.join(SCHEDULE_ENDINGS)}")
     return path.suffix.lower() == ".json"

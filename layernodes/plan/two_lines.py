@@ -29,7 +29,7 @@ Why the result is a lower bound, and for lines without weight gradients exact:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -68,6 +68,7 @@ def solve_two_lines(
     *,
     below: float = float("inf"),
     max_labels: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> TwoLines | float | None:
     """The best order of two lines.
 
@@ -76,18 +77,17 @@ def solve_two_lines(
         classes: the classes of weight gradients; those on the communication stream are left aside.
         below: only orders with a smaller makespan are of interest; a good value saves most of the work.
         max_labels: give up after this many labels.
+        stop: asked once a diagonal (i + j) whether to give up.
 
     Returns:
         The best order; None if no order has a makespan below the given one. When it gives up: the smallest bound of
         the labels that are left, which no order beats.
     """
-    return _TwoLines((first, second), classes, below, max_labels).solve()
+    return _TwoLines((first, second), classes, below).solve(max_labels, stop)
 
 
 class _TwoLines:
-    def __init__(
-        self, lines: tuple[Line, Line], classes: Sequence[WgradClass], below: float, max_labels: int | None
-    ) -> None:
+    def __init__(self, lines: tuple[Line, Line], classes: Sequence[WgradClass], below: float) -> None:
         self.lines = lines
         self.wgrad = [
             [0.0 if kind == NO_CLASS or classes[kind].comm else classes[kind].seconds for kind in line.wgrad]
@@ -110,14 +110,13 @@ class _TwoLines:
         self.ends = (len(lines[0].ids), len(lines[1].ids))
         self.best = below
         self.last: _Label | None = None
-        self.max_labels = max_labels
 
-    def solve(self) -> TwoLines | float | None:
+    def solve(self, max_labels: int | None, stop: Callable[[], bool]) -> TwoLines | float | None:
         diagonals: list[dict[Node, list[_Label]]] = [{} for _ in range(sum(self.ends) + 1)]
         diagonals[0][0, 0] = [_Label(0.0, 0.0, (0, 0), None)]
         num_labels = 0
         for number, diagonal in enumerate(diagonals):
-            if self.max_labels is not None and num_labels > self.max_labels:
+            if (max_labels is not None and num_labels > max_labels) or stop():
                 waiting = [label for rest in diagonals[number:] for labels in rest.values() for label in labels]
                 return min([self.best, *(self.bound(label) for label in waiting)])
             for labels in diagonal.values():

@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from types import SimpleNamespace
+from typing import Any  # Any: what the two-line method is called with is passed on
 
 import pytest
 
+import layernodes.plan.optimize as optimize_module
 from layernodes.errors import ScheduleError
-from layernodes.plan import pairs, schedules
+from layernodes.plan import optimization, pairs, schedules
 from layernodes.plan.bounds import lower_bound
 from layernodes.plan.costs import CostModel, SlotCost
 from layernodes.plan.optimize import optimize, optimize_pair, optimize_pair_with_report, optimize_with_report
@@ -198,6 +201,31 @@ def test_two_lines_alone_are_solved_exactly() -> None:
         assert solve_two_lines(*problem.lines, problem.classes, below=solved.makespan) is None
         given_up = solve_two_lines(*problem.lines, problem.classes, max_labels=5)
         assert isinstance(given_up, TwoLines) or (isinstance(given_up, float) and given_up <= best)
+
+
+def test_two_lines_are_left_when_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told to stop, the two-line method gives a bound; an optimization tells it when its time is over."""
+    shape = ChunkShape.of(["moe"] * 8, wgrad=True)
+    costs = random_costs(shape, random.Random(2), highest=10**6)
+    problem = build_problem(Rules.of_pair(shape, shape), costs)
+    best = solve_two_lines(*problem.lines, problem.classes)
+    stopped = solve_two_lines(*problem.lines, problem.classes, stop=iter([False] * 9 + [True]).__next__)
+    assert isinstance(best, TwoLines)
+    assert isinstance(stopped, float)
+    assert 0 < stopped <= best.makespan
+    now, found = [0.0], []
+
+    def slow(*args: Any, **options: Any) -> TwoLines | float | None:
+        now[0] += 1
+        found.append(solve_two_lines(*args, **options))
+        return found[-1]
+
+    monkeypatch.setattr(optimization, "solve_two_lines", slow)
+    monkeypatch.setattr(optimization, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(optimize_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    hasty = optimize_pair_with_report(shape, shape, costs, time_limit=1)
+    assert hasty.stopped_by == "time_limit"
+    assert [type(one) for one in found] == [float]
 
 
 def test_bounds_of_a_slow_down() -> None:
