@@ -37,7 +37,6 @@ def unwrap(model: Module, model_classes: tuple[type[Module], ...]) -> Unwrapped:
     Raises:
         UnsupportedLayerError: there is none, or a wrapper whose ``forward`` would be missed.
     """
-    check_unsharded(model)
     wrappers: list[Module] = []
     inner: Any = model
     while not isinstance(inner, model_classes):
@@ -50,14 +49,15 @@ def unwrap(model: Module, model_classes: tuple[type[Module], ...]) -> Unwrapped:
                 field="model",
                 value=type(model),
             )
+    check_unsharded(model)
     for wrapper in wrappers:
         _check_wrapper(wrapper, inner)
     return Unwrapped(inner, any(isinstance(wrapper, Float16Module) for wrapper in wrappers))
 
 
-def check_unsharded(module: Module) -> None:
+def check_unsharded(module: object) -> None:
     """Raise UnsupportedLayerError where torch's FSDP shards ``module`` or one of its submodules."""
-    for name, inner in module.named_modules():
+    for name, inner in module.named_modules() if isinstance(module, Module) else ():
         if isinstance(inner, _SHARDED):
             raise UnsupportedLayerError(
                 f"{name or 'the module'} ({type(inner).__name__}) is sharded by torch's FSDP, which gathers its "
