@@ -93,7 +93,7 @@ class ExposedBecause(BaseModel):
         if self.cause is Cause.ORDER:
             parts.append(
                 f"{name_some(self.could_run)} could have run beside it ({in_seconds(self.could_run_seconds)} of "
-                f"computation) and stands behind {waiter}{self._advice()}"
+                f"computation) and {'stands' if len(self.could_run) == 1 else 'stand'} behind {waiter}{self._advice()}"
             )
         elif self.cause is not Cause.QUEUE:
             parts.append(CAUSE_WORDS[self.cause])

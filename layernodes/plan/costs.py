@@ -25,12 +25,12 @@ from layernodes.plan.grid import usual_stream
 from layernodes.plan.measurement import Measurement
 from layernodes.plan.shape import ChunkShape
 from layernodes.plan.step import Step
-from layernodes.plan.strict_model import StrictModel, check_amounts, find_faults
+from layernodes.plan.strict_model import NUMBER, StrictModel, check_amounts, find_faults
 from layernodes.slots import CHUNK_ENDS, Phase, Slot, StreamType, is_slot_name
 
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Bytes = Annotated[int, Field(ge=0)]
-Factor = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER]
+Bytes = Annotated[int, Field(ge=0), NUMBER]
+Factor = Annotated[float, Field(ge=1, allow_inf_nan=False), NUMBER]
 SlotName = str
 
 
@@ -108,7 +108,7 @@ class CostModel(StrictModel):
     streams: Mapping[SlotName, StreamType] = {}
     compute_slowdown: Factor = 1.0
     communication_slowdown: Factor = 1.0
-    hardware_queues: Annotated[int, Field(ge=1)] = 2
+    hardware_queues: Annotated[int, Field(ge=1), NUMBER] = 2
     measurement: Measurement | None = None
 
     @field_validator("kinds", "layers")
@@ -272,7 +272,7 @@ class CostModel(StrictModel):
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Self:
-        """Read the JSON file at ``path``, in UTF-8.
+        """Read the JSON file at ``path``, in UTF-8, with or without a byte order mark.
 
         Raises:
             CostError: it holds no cost model; names the file and every fault.
@@ -280,7 +280,7 @@ class CostModel(StrictModel):
         """
         check_argument("path", path, str, PathLike)
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = Path(path).read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise CostError(f"{path} cannot be read: byte {error.start} is no UTF-8") from None
         return cls.from_json(text, source=str(path))

@@ -6,9 +6,9 @@ from typing import Annotated, Final, final
 
 from pydantic import Field
 
-from layernodes.plan.strict_model import StrictModel
+from layernodes.plan.strict_model import NUMBER, StrictModel
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER]
 
 
 @final

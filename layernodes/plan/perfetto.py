@@ -7,6 +7,7 @@ a counter of live activations. Times are in microseconds from the first start.
 from __future__ import annotations
 
 import json
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from layernodes.errors import ScheduleError
@@ -96,6 +97,9 @@ def parse(text: str, *, source: str) -> tuple[list[Span], int]:
             raise KeyError("producer")
         slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
         slices.sort(key=lambda event: event["args"]["position"])
+        for event in slices:
+            if not (isfinite(event["ts"]) and 0 <= event["dur"] < float("inf")):
+                raise ValueError(f"{event['name']} starts at {event['ts']} us and takes {event['dur']} us")
         spans = [(Step.parse(e["name"]), _STREAMS[e["tid"]], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in slices]
         return spans, int(facts["hardware_queues"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -14,7 +14,10 @@ assumptions. For T tokens a microbatch on one GPU, no tensor parallelism, bfloat
     activation bytes   inputs of the linear layers, queries, keys, values and attention output, no recomputation
     wgrad bytes        inputs and output gradients of the linear layers of the slot
 
-Slots are those of the nodes: attention, router and shared experts are ``pre_dispatch_computation``.
+Slots are those of the nodes: attention, router and shared experts are ``pre_dispatch_computation``, and the norm at the
+end of a multi-token-prediction layer is ``mtp_post_process``. Costs go by kind, and such a layer is of kind ``"moe"``:
+its projection of 2 x hidden to hidden, which its ``pre_dispatch_computation`` runs too, and its head, which
+``post_process`` runs, are in no cost. Where they matter, add the one to ``layers`` of a copy, the other to ``ends``.
 """
 
 from __future__ import annotations
@@ -117,7 +120,7 @@ class Preset(StrictModel):
         experts = build.mlp(rows=self.top_k, ffn=self.expert_ffn)
         dense = build.mlp(rows=1, ffn=self.dense_ffn)
         exchange = build.exchange()
-        rest: dict[str, SlotCost] = {Slot.POST_COMBINE: FREE, Slot.MTP_POST_PROCESS: build.head()}
+        rest: dict[str, SlotCost] = {Slot.POST_COMBINE: FREE, Slot.MTP_POST_PROCESS: build.norm()}
         moe: dict[str, SlotCost] = {
             Slot.PRE_DISPATCH_COMPUTATION: pre,
             Slot.MOE_DISPATCH: exchange,
@@ -204,6 +207,13 @@ class _Build:
         loss = self.elementwise(4 * p.vocabulary * self.tokens)
         return SlotCost(
             F=seconds + loss, B=seconds + loss, W=seconds, activation_bytes=_BYTES * self.tokens * p.vocabulary
+        )
+
+    def norm(self) -> SlotCost:
+        """A norm of the hidden states: read and written, backward with their gradient read too."""
+        elements = self.preset.hidden * self.tokens
+        return SlotCost(
+            F=self.elementwise(2 * elements), B=self.elementwise(3 * elements), activation_bytes=_BYTES * elements
         )
 
     def matmul(self, flops: float) -> float:

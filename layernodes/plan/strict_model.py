@@ -7,13 +7,24 @@ or read from JSON, or stands within another model.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any  # Any: what a user gives is anything, until the model has checked it
+from typing import Any, Final  # Any: what a user gives is anything, until the model has checked it
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic_core import PydanticCustomError
 
 from layernodes.errors import CostError
 from layernodes.plan.arguments import check_argument
 from layernodes.plan.closest import closest
+
+
+def _refuse_other_than_number(value: object) -> object:
+    if isinstance(value, str | bytes | bool):
+        raise PydanticCustomError("number_type", "Input should be a valid number")
+    return value
+
+
+NUMBER: Final = BeforeValidator(_refuse_other_than_number)
+"""For fields that take a number: a text of digits, or a bool, is none."""
 
 
 class StrictModel(BaseModel):

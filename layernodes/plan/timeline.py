@@ -168,7 +168,7 @@ class Timeline:
         """
         check_argument("path", path, str, PathLike)
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = Path(path).read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise ScheduleError(f"{path} cannot be read: byte {error.start} is no UTF-8") from None
         spans, hardware_queues = perfetto.parse(text, source=str(path))

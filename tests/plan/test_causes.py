@@ -122,6 +122,8 @@ def test_no_more_than_would_fill_the_time() -> None:
     assert combine.cause is Cause.ORDER
     assert combine.could_run == ("W0.L2.mlp", "W0.L2.pre_dispatch_computation")
     assert combine.could_run_seconds == 4
+    assert "W0.L2.mlp, W0.L2.pre_dispatch_computation could have run beside it" in str(combine)
+    assert "and stand behind" in str(combine)
 
 
 def test_causes_cover_the_exposed_time() -> None:

@@ -96,6 +96,14 @@ def test_other_bad_input(tmp_path: Path) -> None:
         CostModel.load(path)
     with pytest.raises(CostError, match="F is nan; give a finite number"):
         SlotCost(F=float("nan"))
+    for value in ("1", True):
+        for field in ("F", "activation_bytes"):
+            with pytest.raises(CostError, match=f"{field} is {value!r}; give a valid number"):
+                SlotCost(**{field: value})  # type: ignore[arg-type]
+    with pytest.raises(CostError, match="kinds.moe.mlp.F is '1'; give a valid number"):
+        CostModel.from_json('{"kinds": {"moe": {"mlp": {"F": "1"}}}}')
+    path.write_text(model().to_json(), encoding="utf-8-sig")
+    assert CostModel.load(path) == model()
     with pytest.raises(ValidationError):
         model().name = "other"  # type: ignore[misc]
 
@@ -140,6 +148,15 @@ def test_a_preset_by_hand() -> None:
     assert pytest.approx(flops / (989.4e12 * 0.55)) == costs.kinds["moe"]["mlp"].W
     copies = 8 * (1 - (7 / 8) ** 2) * 7 / 8
     assert pytest.approx(4096 * copies * 4096 * 2 / 155e9 + 30e-6) == costs.kinds["moe"]["moe_dispatch"].F
+
+
+def test_the_head_of_a_preset_is_in_post_process() -> None:
+    """The node of ``mtp_post_process`` is a norm: 2 bytes of each of 4096 x 4096 numbers, read and written."""
+    costs = PRESETS["mixtral-8x7b"].costs()
+    norm = costs.kinds["moe"]["mtp_post_process"]
+    assert pytest.approx(2 * 4096 * 4096 * 2 / (0.8 * 3.35e12)) == norm.F
+    assert norm.W == 0
+    assert costs.ends["post_process"].F > 10 * norm.F
 
 
 def test_presets_have_what_they_need() -> None:

@@ -131,6 +131,13 @@ def test_traces_read_back(tmp_path: Path) -> None:
         assert (one.start, one.end) == pytest.approx((other.start, other.end), abs=1e-10)
     assert back.hardware_queues == 1
     assert [i.step for i in back.critical_path] == [i.step for i in timeline.critical_path]
+    written = path.read_text(encoding="utf-8")
+    path.write_text(written, encoding="utf-8-sig")
+    assert Timeline.from_perfetto(path) == back
+    for text in (written.replace('"dur": 250000.0', f'"dur": {wrong}', 1) for wrong in ("Infinity", "NaN", "-5")):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ScheduleError, match=r"trace\.json is no trace .* us and takes (inf|nan|-5) us"):
+            Timeline.from_perfetto(path)
     for text in ("{}", "[]", "nonsense", '{"traceEvents": []}', '{"otherData": {"producer": "x"}, "traceEvents": []}'):
         path.write_text(text)
         with pytest.raises(ScheduleError, match=r"trace\.json is no trace that layernodes wrote .*to_perfetto"):
