@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from layernodes.command import UsageError, Write, add_mtp, add_wgrad
+from layernodes.commands.implied import implied_shape, with_options
 from layernodes.plan import pairs, schedules
 from layernodes.plan.costs import CostModel
+from layernodes.plan.explain import explain_foreign
+from layernodes.plan.infer import rules_of_shape
 from layernodes.plan.perfetto import is_trace
 from layernodes.plan.presets import PRESETS, preset
-from layernodes.plan.retrace import rules_of
+from layernodes.plan.retrace import rules_of, with_shape
 from layernodes.plan.retrace import schedule_of as schedule_of_timeline
 from layernodes.plan.schedule import PairSchedule, Schedule
 from layernodes.plan.shape import ChunkShape
@@ -25,6 +28,8 @@ _EARLY = "combined_1f1b_early_release"
 SCHEDULES = (*schedules.BUILT_IN, _EARLY)
 """The built-in schedules that a command line can name."""
 _MOST_LAYERS = 10_000
+_NOT_GIVEN = {"layers": None, "mtp": 0, "wgrad": "off", "split_combine": False, "no_ends": False}
+"""The options of a shape, each with its value where it is not given."""
 
 
 def add_timeline(parser: argparse.ArgumentParser) -> None:
@@ -181,14 +186,16 @@ def costs_of(args: argparse.Namespace) -> CostModel:
 def timeline_of(args: argparse.Namespace, *, uses_costs: bool = False) -> Timeline:
     """The timeline of a trace, or the simulated one of a schedule.
 
-    A file's shape is read off its steps, and a preset's layers' kinds.
+    A built-in schedule's shape is that of the options. A file's or a trace's is read off its steps, but for what the
+    options say of it.
 
     Args:
         args: what the command was given.
         uses_costs: whether the command has a use for the costs of a trace.
 
     Raises:
-        UsageError: a schedule without costs, or a trace with them, whose steps took what it says.
+        UsageError: a schedule without costs, a trace with them, whose steps took what it says, or options that do not
+            fit the steps.
     """
     if is_trace_file(args.schedule):
         if args.costs is not None and not uses_costs:
@@ -200,11 +207,38 @@ def timeline_of(args: argparse.Namespace, *, uses_costs: bool = False) -> Timeli
             raise UsageError(
                 f"{args.schedule} is a trace of a run, whose W steps have their place; leave --wgrad-place out"
             )
-        return Timeline.from_perfetto(Path(args.schedule))
+        timeline = Timeline.from_perfetto(Path(args.schedule))
+        return with_shape(timeline, _given_shape(schedule_of_timeline(timeline), args))
     schedule = schedule_of(args)
     if args.costs is None:
         raise UsageError(f"{args.schedule} is a schedule and no trace of a run; say with --costs what its steps cost")
-    return simulate(schedule, costs_of(args))
+    return simulate(schedule, costs_of(args), _given_shape(schedule, args))
+
+
+def _given_shape(schedule: Schedule | PairSchedule, args: argparse.Namespace) -> ChunkShape | None:
+    """The shape that the options describe, with what they do not say read off the steps; None where they say nothing.
+
+    Raises:
+        UsageError: the steps do not fit it.
+    """
+    if args.schedule in SCHEDULES:
+        return shape_of(args)
+    given = {name for name, value in _NOT_GIVEN.items() if getattr(args, name) != value}
+    if not given:
+        return None
+    if "layers" in given:
+        given.add("mtp")  # together they say which layers there are
+    implied = [option for option in implied_shape(schedule, shape_of(args), args) if option.name not in given]
+    shape = shape_of(with_options(args, implied))
+    rules = rules_of_shape(schedule, shape)
+    for position, step in enumerate(schedule):
+        if step not in rules.ids:
+            raise UsageError(
+                f"the steps of {args.schedule} do not fit the options, which say {shape}: "
+                f"{explain_foreign(step, position, rules)[0].message}. Say with --layers, --mtp, --wgrad, "
+                f"--split-combine and --no-ends what it is for, or leave them out"
+            )
+    return shape
 
 
 def gaps_of(timeline: Timeline) -> str:

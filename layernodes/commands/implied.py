@@ -46,7 +46,7 @@ def implied_options(schedule: Schedule | PairSchedule, shape: ChunkShape, args: 
         shape: the shape that the given options describe.
         args: the given options.
     """
-    return [*_of_kind(schedule, args), *_of_shape(schedule, shape, args)] if len(schedule) else []
+    return [*_of_kind(schedule, args), *implied_shape(schedule, shape, args)] if len(schedule) else []
 
 
 def with_options(args: Namespace, implied: Sequence[Implied]) -> Namespace:
@@ -74,7 +74,8 @@ def _of_kind(schedule: Schedule | PairSchedule, args: Namespace) -> Iterator[Imp
         yield Implied("forward steps alone", "add --forward if that is all it is for", "forward", True)
 
 
-def _of_shape(schedule: Schedule | PairSchedule, shape: ChunkShape, args: Namespace) -> Iterator[Implied]:
+def implied_shape(schedule: Schedule | PairSchedule, shape: ChunkShape, args: Namespace) -> Iterator[Implied]:
+    """Of ``implied_options`` those of the shape."""
     try:
         own = infer_shape(schedule)
     except ScheduleError:  # a number of a layer that is beyond all reason says nothing of the others

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final, final
 
 from pydantic import BaseModel, ConfigDict
 
+from layernodes.plan.exposure import ROUNDING
 from layernodes.plan.retrace import dependencies_of
 from layernodes.plan.units import in_seconds
 from layernodes.slots import StreamType
@@ -137,7 +138,9 @@ def _because(
         idle: positions of computation that was ready when the exposed time began and did not run.
     """
     start = intervals[exposure.position].start
-    behind_seconds = 0.0 if before is None else max(0.0, min(intervals[before].end, start) - ready)
+    behind_seconds = 0.0 if before is None else min(intervals[before].end, start) - ready
+    if behind_seconds <= ROUNDING * start:
+        before, behind_seconds = None, 0.0
     could_run: list[str] = []
     could_run_seconds = 0.0
     for p in idle:
@@ -149,13 +152,13 @@ def _because(
     elif could_run:
         cause = Cause.ORDER
     else:
-        cause = Cause.QUEUE if behind_seconds > 0 else Cause.DEPENDENCY
+        cause = Cause.DEPENDENCY if before is None else Cause.QUEUE
     return ExposedBecause(
         step=str(exposure.step),
         seconds=exposure.seconds,
         waiter=None if exposure.waiter is None else str(exposure.waiter),
         cause=cause,
-        behind=str(intervals[before].step) if before is not None and behind_seconds > 0 else None,
+        behind=None if before is None else str(intervals[before].step),
         behind_seconds=behind_seconds,
         could_run=tuple(could_run),
         could_run_seconds=could_run_seconds,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, final
 
 from pydantic import BaseModel, ConfigDict
@@ -9,16 +10,17 @@ from pydantic import BaseModel, ConfigDict
 from layernodes.plan.arguments import check_argument
 from layernodes.plan.causes import CAUSE_WORDS, Cause, ExposedBecause, find_causes
 from layernodes.plan.costs import CostModel
-from layernodes.plan.infer import infer_shape
 from layernodes.plan.measured import costs_of_timelines
 from layernodes.plan.moves import try_moves
-from layernodes.plan.retrace import rules_of, schedule_of
+from layernodes.plan.retrace import rules_of, schedule_of, with_shape
+from layernodes.plan.rules import Rules
+from layernodes.plan.shape import ChunkShape, LayerShape
 from layernodes.plan.simulate import simulate_steps
 from layernodes.plan.timeline import Timeline
 from layernodes.plan.units import in_seconds
-from layernodes.plan.validate import find_violations
+from layernodes.plan.validate import check_part, find_violations
 from layernodes.plan.what_if import LEAST, WhatIf, find_what_helps
-from layernodes.slots import StreamType
+from layernodes.slots import POST_PROCESS, PRE_PROCESS, Phase, StreamType
 
 _MAX_STATES: Final = 20_000
 _SHOWN: Final = 5
@@ -83,29 +85,41 @@ class Explanation(BaseModel):
         return f"no communication is exposed, and no change that was tried makes the run {least} shorter"
 
 
-def explain(timeline: Timeline, costs: CostModel | None = None, *, max_states: int = _MAX_STATES) -> Explanation:
+def explain(
+    timeline: Timeline,
+    costs: CostModel | None = None,
+    shape: ChunkShape | None = None,
+    *,
+    backward_shape: ChunkShape | None = None,
+    max_states: int = _MAX_STATES,
+) -> Explanation:
     """Explain why communication is exposed in a simulated or measured timeline, and simulate what would help.
 
     Args:
         timeline: of a whole schedule or pair.
         costs: what it was simulated with, or a profile of what ran; None: those that the timeline itself shows. These
             do not say what a weight gradient costs that was not deferred, nor how much of a time is slow-down.
+        shape: shape of the chunk, of a pair's forward chunk. None: the one that the timeline was simulated or run with;
+            of a trace that was read, what ``simulate`` reads off the steps.
+        backward_shape: shape of a pair's backward chunk; None: ``shape``.
         max_states: how much the optimizer may search for a better order.
 
     Raises:
-        ScheduleError: the steps are those of no schedule.
+        ScheduleError: the steps are those of no schedule, or of none for this shape.
         CostError: a slot has no cost.
     """
     check_argument("timeline", timeline, Timeline)
     check_argument("costs", costs, CostModel, type(None))
     check_argument("max_states", max_states, int)
+    timeline = with_shape(timeline, shape, backward_shape)
+    schedule, rules = schedule_of(timeline), rules_of(timeline)
+    check_part(schedule.steps, rules, but="cannot explain: ")
     causes = find_causes(timeline)
     by_cause = {cause: sum(one.seconds for one in causes if one.cause is cause) for cause in Cause}
-    schedule, rules = schedule_of(timeline), rules_of(timeline)
     helps: tuple[WhatIf, ...] = ()
     simulated = timeline.makespan
     if timeline.makespan > 0:
-        known = _shown_costs(timeline) if costs is None else costs
+        known = _shown_costs(timeline, rules) if costs is None else costs
         if not find_violations(schedule.steps, rules):  # of a part of a schedule other orders are not tried
             causes = (*try_moves(causes[:_SHOWN], schedule, rules, known), *causes[_SHOWN:])
         simulated = simulate_steps(schedule, known, rules).makespan
@@ -122,8 +136,19 @@ def explain(timeline: Timeline, costs: CostModel | None = None, *, max_states: i
     )
 
 
-def _shown_costs(timeline: Timeline) -> CostModel:
-    """The costs that a timeline shows."""
-    streams = {(i.step.layer, i.step.slot): i.stream for i in timeline.intervals}
-    shape = infer_shape((i.step for i in timeline.intervals), lambda step: streams[step.layer, step.slot])
-    return costs_of_timelines([timeline], shape)
+def _shown_costs(timeline: Timeline, rules: Rules) -> CostModel:
+    """The costs that a timeline shows; slots that it has no step of are free."""
+    chunks = [shape for shape in (rules.shapes[Phase.F], rules.shapes[Phase.B]) if shape is not None]
+    layers = tuple(
+        _joined([chunk.layers[number] for chunk in chunks if number < chunk.num_layers])
+        for number in range(max(chunk.num_layers for chunk in chunks))
+    )
+    ends = {end for chunk in chunks for end in chunk.ends}
+    shape = ChunkShape(layers=layers, pre_process=PRE_PROCESS in ends, post_process=POST_PROCESS in ends)
+    return costs_of_timelines([timeline], shape).model_copy(update={"hardware_queues": timeline.hardware_queues})
+
+
+def _joined(layers: Sequence[LayerShape]) -> LayerShape:
+    """A layer with the slots of all of these, which a pair's two chunks have under one number."""
+    slots = {slot.name: slot for layer in layers for slot in layer.slots}
+    return LayerShape(kind=layers[0].kind, slots=tuple(slots.values()))

@@ -2,7 +2,8 @@
 
 Definition: a moment is exposed if the communication stream runs a step and the compute stream runs none. A step's
 exposed time is the part of its interval that is exposed; the total is their sum, since at any moment at most one
-communication step runs.
+communication step runs. What is shorter than rounding is no gap: a step may end where the next one starts, in sums that
+round differently.
 
 Why this is time that computation waits for: streams are FIFOs, so whatever ends a gap of the compute stream by its own
 end stands at or behind, in the communication stream, every communication step that runs within the gap. After the last
@@ -13,13 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 from layernodes.plan.step import Step
 from layernodes.slots import StreamType
 
 if TYPE_CHECKING:
     from layernodes.plan.timeline import Interval
+
+ROUNDING: Final = 1e-9
+"""The share of a makespan below which a time is what rounding leaves."""
 
 
 @final
@@ -44,6 +48,8 @@ class Exposure:
 
 def find_exposures(intervals: Iterable[Interval]) -> tuple[Exposure, ...]:
     """The exposed communication steps, in order of start; linear if the intervals of each stream are in order."""
+    intervals = tuple(intervals)
+    least = ROUNDING * (max((i.end for i in intervals), default=0.0) - min((i.start for i in intervals), default=0.0))
     numbered = sorted(enumerate(intervals), key=lambda pair: pair[1].start)
     computing = [i for _, i in numbered if i.stream is StreamType.COMPUTE and i.end > i.start]
     found: list[Exposure] = []
@@ -58,7 +64,7 @@ def find_exposures(intervals: Iterable[Interval]) -> tuple[Exposure, ...]:
         while at < comm.end:
             following = computing[index] if index < len(computing) else None
             gap_end = comm.end if following is None else min(comm.end, following.start)
-            if gap_end > at:
+            if gap_end - at > least:
                 seconds += gap_end - at
                 begins = min(begins, at)
                 waiter = None if following is None else following.step

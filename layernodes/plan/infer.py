@@ -1,4 +1,4 @@
-"""The rules of a schedule whose shape nobody gave: read off its steps.
+"""The rules of a schedule, as far as nobody gave them: read off its steps.
 
 Contract: linear in the steps and in the highest numbers in them. For a schedule that is valid for some shape, the
 rules give its steps the same dependencies as that shape's rules: a slot that no step names adds none. A slot is
@@ -40,6 +40,30 @@ def infer_rules(schedule: Schedule | PairSchedule, stream_of: StreamOf = usual_s
     trains = any(step.phase is not Phase.F for step in steps)
     num_microbatches = max((step.microbatch + 1 for step in steps), default=0)
     return Rules.of(infer_shape(steps, stream_of), num_microbatches, Mode.TRAIN if trains else Mode.FORWARD)
+
+
+def rules_of_shape(
+    schedule: Schedule | PairSchedule, shape: ChunkShape | None, backward_shape: ChunkShape | None = None
+) -> Rules:
+    """Rules for the steps of a schedule or pair of this shape; the number of microbatches is read off the steps.
+
+    Args:
+        schedule: the schedule.
+        shape: shape of the chunk, of a pair's forward chunk.
+        backward_shape: shape of a pair's backward chunk; None: ``shape``.
+
+    Raises:
+        ScheduleError: a backward shape alone, for a schedule that is no pair.
+    """
+    if isinstance(schedule, PairSchedule):
+        return Rules.of_pair(shape, backward_shape or shape)
+    if shape is None:
+        raise ScheduleError("backward_shape is for pairs; give the shape of a schedule's chunk as shape")
+    trains = any(step.phase is not Phase.F for step in schedule)
+    inferred = len({step.microbatch for step in schedule})
+    highest = max((step.microbatch + 1 for step in schedule), default=0)
+    num_microbatches = highest if highest <= len(schedule) else inferred
+    return Rules.of(shape, num_microbatches, Mode.TRAIN if trains else Mode.FORWARD)
 
 
 def rules_of_pair_steps(steps: Sequence[Step], stream_of: StreamOf = usual_stream) -> Rules:

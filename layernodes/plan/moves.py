@@ -13,13 +13,12 @@ from collections.abc import Iterator, Sequence
 
 from layernodes.plan.causes import ExposedBecause
 from layernodes.plan.costs import CostModel
+from layernodes.plan.exposure import ROUNDING
 from layernodes.plan.rules import Rules
 from layernodes.plan.schedule import PairSchedule, Schedule
 from layernodes.plan.simulate import simulate_steps
 from layernodes.plan.validate import find_violations
 from layernodes.slots import StreamType
-
-_ROUNDING = 1e-9
 
 
 def try_moves(
@@ -38,7 +37,7 @@ def try_moves(
         if order is None:
             return None
         saved = now - simulate_steps(order, costs, rules).makespan
-        return saved if abs(saved) > _ROUNDING * now else 0.0
+        return saved if abs(saved) > ROUNDING * now else 0.0
 
     return tuple(cause.model_copy(update={"saved_seconds": saved_by(cause)}) for cause in causes)
 

@@ -88,10 +88,11 @@ class Op:
 @final
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The ops of a schedule, in its order, and by lane."""
+    """The ops of a schedule, in its order, and by lane, and the rules that its steps were checked against."""
 
     ops: tuple[Op, ...]
     lanes: tuple[tuple[Op, ...], tuple[Op, ...]]
+    rules: Rules
 
 
 @dataclass(kw_only=True, slots=True)
@@ -160,7 +161,8 @@ def compile_steps(
                 ends_layer=position in ends_layer,
             )
         )
-    return Program(tuple(ops), (tuple(op for op in ops if op.lane == 0), tuple(op for op in ops if op.lane == 1)))
+    lanes = tuple(op for op in ops if op.lane == 0), tuple(op for op in ops if op.lane == 1)
+    return Program(tuple(ops), lanes, rules)
 
 
 def _drafts(

@@ -1,12 +1,15 @@
-"""The schedule of a timeline that came without one, and what its steps waited for: read off the steps."""
+"""The schedule of a timeline, and what its steps waited for; of one that came without rules, read off the steps."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from layernodes.plan.infer import infer_rules
-from layernodes.plan.rules import Rules
+from layernodes.plan.infer import infer_rules, rules_of_shape
+from layernodes.plan.rules import Mode, Rules
 from layernodes.plan.schedule import PairSchedule, Schedule
+from layernodes.plan.shape import ChunkShape
+from layernodes.plan.validate import check_part
 from layernodes.slots import Phase
 
 if TYPE_CHECKING:
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
 def schedule_of(timeline: Timeline) -> Schedule | PairSchedule:
     """The steps of a timeline, in their order, as the schedule or pair that they are."""
     steps = [interval.step for interval in timeline.intervals]
+    if timeline.rules is not None:
+        return PairSchedule(steps) if timeline.rules.mode is Mode.PAIR else Schedule(steps)
     microbatches = {phase: {step.microbatch for step in steps if step.phase is phase} for phase in Phase}
     backward = microbatches[Phase.B] | microbatches[Phase.W]
     is_pair = microbatches[Phase.F] == {0} and backward == {1}
@@ -23,13 +28,33 @@ def schedule_of(timeline: Timeline) -> Schedule | PairSchedule:
 
 
 def rules_of(timeline: Timeline) -> Rules:
-    """The rules for the steps of a timeline, with the streams on which they ran.
+    """The rules for the steps of a timeline: its own, or read off the steps, with the streams on which they ran.
 
     Raises:
-        ScheduleError: the steps are those of no schedule.
+        ScheduleError: numbers of layers or microbatches so high that most of them cannot have steps.
     """
+    if timeline.rules is not None:
+        return timeline.rules
     streams = {(i.step.layer, i.step.slot): i.stream for i in timeline.intervals}
     return infer_rules(schedule_of(timeline), lambda step: streams[step.layer, step.slot])
+
+
+def with_shape(timeline: Timeline, shape: ChunkShape | None, backward_shape: ChunkShape | None = None) -> Timeline:
+    """A timeline with the rules of this shape; the same where none is given.
+
+    Args:
+        timeline: of a schedule or pair.
+        shape, backward_shape: as for ``simulate``.
+
+    Raises:
+        ScheduleError: the steps are not those of a schedule for this shape.
+    """
+    if shape is None and backward_shape is None:
+        return timeline
+    schedule = schedule_of(timeline)
+    rules = rules_of_shape(schedule, shape, backward_shape)
+    check_part(schedule.steps, rules)
+    return replace(timeline, rules=rules)
 
 
 def dependencies_of(timeline: Timeline) -> tuple[tuple[int, ...], ...]:
@@ -40,4 +65,6 @@ def dependencies_of(timeline: Timeline) -> tuple[tuple[int, ...], ...]:
     """
     if timeline.dependencies is not None:
         return timeline.dependencies
-    return rules_of(timeline).dependencies(interval.step for interval in timeline.intervals)
+    steps, rules = schedule_of(timeline).steps, rules_of(timeline)
+    check_part(steps, rules)
+    return rules.dependencies(steps)

@@ -288,5 +288,6 @@ def _timeline(program: Program, spans: Spans) -> Timeline:
             Interval(op.step, LANES[op.lane], start, end)
             for op, (start, end) in zip(program.ops, spans, strict=True)
             if op.step is not None
-        )
+        ),
+        rules=program.rules,
     )

@@ -20,15 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from layernodes.errors import ScheduleError
 from layernodes.plan.arguments import check_argument
 from layernodes.plan.costs import CostModel, SlotCost
-from layernodes.plan.infer import infer_rules
+from layernodes.plan.infer import infer_rules, rules_of_shape
 from layernodes.plan.rules import Mode, Rules
 from layernodes.plan.schedule import PairSchedule, Schedule
 from layernodes.plan.shape import ChunkShape
 from layernodes.plan.timeline import Interval, Timeline
-from layernodes.plan.validate import find_violations
+from layernodes.plan.validate import check_part
 from layernodes.slots import Phase, StreamType
 
 Spans = list[tuple[float, float]]
@@ -43,7 +42,9 @@ def simulate(
 ) -> Timeline:
     """Predict the timeline of a schedule or pair.
 
-    Parts of a schedule, such as ``schedule[:100]``, are fine; what their steps would wait for outside is done.
+    Parts of a schedule, such as ``schedule[:100]``, are fine; what their steps would wait for outside is done. A part
+    of a schedule with deferred weight gradients needs ``shape``: where it ends before the ``W`` of a slot, its steps do
+    not show that the slot's ``B`` leaves them to it.
 
     Args:
         schedule: the schedule; steps in an order that may run.
@@ -62,11 +63,11 @@ def simulate(
     """
     check_argument("schedule", schedule, Schedule, PairSchedule)
     check_argument("costs", costs, CostModel)
-    rules = _rules(schedule, costs, shape, backward_shape)
-    violations = [v for v in find_violations(schedule.steps, rules) if v.rule != "missing"]
-    if violations:
-        more = f" (and {len(violations) - 1} more, in .violations)" if len(violations) > 1 else ""
-        raise ScheduleError(f"cannot simulate: {violations[0].message}{more}", violations)
+    if shape is None and backward_shape is None:
+        rules = infer_rules(schedule, costs.stream_of)
+    else:
+        rules = rules_of_shape(schedule, shape, backward_shape)
+    check_part(schedule.steps, rules, but="cannot simulate: ")
     return simulate_steps(schedule, costs, rules)
 
 
@@ -111,23 +112,7 @@ def simulate_steps(schedule: Schedule | PairSchedule, costs: CostModel, rules: R
         )
         for step, stream, (start, end), cost, later in zip(steps, streams, spans, cost_of, defers, strict=True)
     )
-    return Timeline(intervals, dependencies, costs.hardware_queues)
-
-
-def _rules(
-    schedule: Schedule | PairSchedule, costs: CostModel, shape: ChunkShape | None, backward_shape: ChunkShape | None
-) -> Rules:
-    if shape is None and backward_shape is None:
-        return infer_rules(schedule, costs.stream_of)
-    if isinstance(schedule, PairSchedule):
-        return Rules.of_pair(shape, backward_shape or shape)
-    if shape is None:
-        raise ScheduleError("backward_shape is for pairs; give the shape of a schedule's chunk as shape")
-    trains = any(step.phase is not Phase.F for step in schedule)
-    inferred = len({step.microbatch for step in schedule})
-    highest = max((step.microbatch + 1 for step in schedule), default=0)
-    num_microbatches = highest if highest <= len(schedule) else inferred
-    return Rules.of(shape, num_microbatches, Mode.TRAIN if trains else Mode.FORWARD)
+    return Timeline(intervals, dependencies, costs.hardware_queues, rules=rules)
 
 
 def _run_at_one_rate(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -17,6 +17,7 @@ from layernodes.slots import StreamType
 
 if TYPE_CHECKING:
     from layernodes.plan.exposure import Exposure
+    from layernodes.plan.rules import Rules
     from layernodes.plan.summary import Comparison, TimelineSummary
 
 
@@ -56,11 +57,14 @@ class Timeline:
         dependencies: for each interval, the positions of those that had to be over before it; None: read off the
             steps when needed.
         hardware_queues: as in ``CostModel``.
+        rules: those that the steps were simulated or run by; None: read off the steps when needed. No part of what
+            makes two timelines equal.
     """
 
     intervals: tuple[Interval, ...]
     dependencies: tuple[tuple[int, ...], ...] | None = None
     hardware_queues: int = 2
+    rules: Rules | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_items("intervals", self.intervals, Interval)

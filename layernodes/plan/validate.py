@@ -76,6 +76,23 @@ def check(steps: Sequence[Step], rules: Rules) -> None:
         raise ScheduleError(_report(steps, rules, violations), violations)
 
 
+def check_part(steps: Sequence[Step], rules: Rules, *, but: str = "") -> None:
+    """Check the steps of a schedule that need not be whole: each may stand where it does, whatever else is missing.
+
+    Args:
+        steps: the steps.
+        rules: what they are checked against.
+        but: what cannot be done otherwise, for the error.
+
+    Raises:
+        ScheduleError: one may not; ``violations`` holds all of them, the text the first.
+    """
+    violations = [violation for violation in find_violations(steps, rules) if violation.rule != "missing"]
+    if violations:
+        more = f" (and {len(violations) - 1} more, in .violations)" if len(violations) > 1 else ""
+        raise ScheduleError(f"{but}{violations[0].message}{more}", violations)
+
+
 def find_violations(steps: Sequence[Step], rules: Rules) -> list[Violation]:
     """All faults of a schedule: those at a step in order of position, then the missing steps."""
     positions = [NONE] * len(rules.steps)

@@ -84,7 +84,9 @@ def find_what_helps(
 
 def _cheaper(schedule: Schedule | PairSchedule, rules: Rules, costs: CostModel) -> Iterator[_Change]:
     """The same order at other costs."""
-    yield "a link twice as fast", simulate_steps(schedule, costs.scale(communication=0.5), rules).makespan
+    streams = {step.slot: stream for step, stream in zip(rules.steps, rules.streams, strict=True)}
+    faster = costs.model_copy(update={"streams": streams}).scale(communication=0.5)
+    yield "a link twice as fast", simulate_steps(schedule, faster, rules).makespan
     for field, change in (
         ("compute_slowdown", "computation that communication does not slow down"),
         ("communication_slowdown", "communication that computation does not slow down"),

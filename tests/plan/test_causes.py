@@ -6,7 +6,7 @@ import pytest
 
 from layernodes.plan import schedules
 from layernodes.plan.causes import Cause, ExposedBecause, find_causes
-from layernodes.plan.costs import CostModel
+from layernodes.plan.costs import CostModel, SlotCost
 from layernodes.plan.schedule import PairSchedule, Schedule
 from layernodes.plan.shape import ChunkShape
 from layernodes.plan.simulate import simulate
@@ -134,3 +134,14 @@ def test_causes_cover_the_exposed_time() -> None:
     exposures = {str(e.step): (e.seconds, None if e.waiter is None else str(e.waiter)) for e in timeline.exposures}
     assert {one.step: (one.seconds, one.waiter) for one in found} == exposures
     assert {i.stream for i in timeline.intervals if str(i.step) in exposures} == {StreamType.COMM}
+
+
+def test_what_rounding_leaves_is_no_time() -> None:
+    """Each exchange is as long as the computation beside it, 0.3 s beside 0.1 s and 0.2 s, which add up otherwise."""
+    compute, comm = SlotCost(F=0.3, B=0.1, W=0.2), SlotCost(F=0.3, B=0.3)
+    slots = {"pre_dispatch_computation": compute, "moe_dispatch": comm, "mlp": compute, "moe_combine": comm}
+    shape = ChunkShape.of(["moe"] * 6, wgrad=True)
+    timeline = simulate(schedules.combined_1f1b(shape, 4), CostModel(kinds={"moe": slots}))
+    assert min(one.seconds for one in timeline.exposures) > 0.05
+    assert all(one.behind is None or one.behind_seconds > 0.05 for one in find_causes(timeline))
+    assert not any(one.cause is Cause.QUEUE for one in find_causes(timeline))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 import layernodes
+from layernodes.errors import ScheduleError
 from layernodes.plan import pairs, schedules
 from layernodes.plan.causes import Cause, ExposedBecause
 from layernodes.plan.costs import CostModel, SlotCost
@@ -14,9 +15,11 @@ from layernodes.plan.explanation import Explanation
 from layernodes.plan.infer import infer_rules
 from layernodes.plan.moves import move_before
 from layernodes.plan.schedule import PairSchedule, Schedule
-from layernodes.plan.shape import ChunkShape
+from layernodes.plan.shape import ChunkShape, LayerShape
 from layernodes.plan.simulate import simulate
-from layernodes.plan.timeline import Timeline
+from layernodes.plan.step import Step
+from layernodes.plan.timeline import Interval, Timeline
+from layernodes.slots import ExtraSlot, Slot, StreamType
 from tests import oracle
 from tests.support.costs import worked_costs
 
@@ -204,3 +207,86 @@ def test_advice_and_verdict_agree(name: str, communication: float) -> None:
             assert ("put it before, which saves" in str(cause)) == (simulate(moved, costs).makespan < found.makespan)
     assert ("no change that was tried" in str(found)) == (found.helps == ())
     assert "nothing" not in str(found).rpartition("\n\n")[2]
+
+
+_SLOTS = ("pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine")
+_PASS_THROUGH = ChunkShape.of(["dense", "moe"], pre_process=False, post_process=False)
+_OWN_KIND = ChunkShape(
+    layers=(LayerShape.of("mine", uses=[Slot.PRE_DISPATCH_COMPUTATION, Slot.MOE_DISPATCH, Slot.MLP]),) * 2,
+    pre_process=False,
+    post_process=False,
+)
+
+
+def _kinds(*kinds: str) -> CostModel:
+    """Costs by hand: each slot 1 s in F and 1 s in B, which is 4 s a pass where all four do something."""
+    return CostModel(kinds={kind: dict.fromkeys(_SLOTS, SlotCost(F=1, B=1)) for kind in kinds})
+
+
+@pytest.mark.parametrize(
+    ("shape", "costs", "passes"),
+    [(_PASS_THROUGH, _kinds("dense", "moe"), 2 + 4), (_OWN_KIND, _kinds("mine"), 3 + 3)],
+    ids=["pass-throughs", "own kind"],
+)
+@pytest.mark.parametrize("pair", [False, True])
+def test_the_shape_of_the_timeline(shape: ChunkShape, costs: CostModel, passes: int, pair: bool) -> None:
+    """What was simulated with a shape is explained with it; a trace, which has none, where it is given.
+
+    ``passes``: seconds of a pass through both layers. In order there are two, F and B.
+    """
+    full = ChunkShape.of(["moe"] * 2, pre_process=False, post_process=False)  # names pass-throughs of the others
+    order = pairs.serial(full, full) if pair else schedules.serial(full, 1)
+    timeline = simulate(order, costs, shape)
+    for found in (
+        layernodes.explain(timeline, costs, max_states=200),
+        layernodes.explain(Timeline(timeline.intervals), costs, shape, max_states=200),
+        layernodes.explain(timeline, max_states=200),
+    ):
+        assert (found.makespan, found.simulated) == (2 * passes, 2 * passes)
+        assert helps(found)["a link twice as fast"] == 2 * passes - found.comm_busy / 2
+
+
+def test_a_shape_that_does_not_fit() -> None:
+    """Says which step it has not."""
+    timeline = simulate(schedules.serial(_PASS_THROUGH, 1), _kinds("dense", "moe"))
+    with pytest.raises(ScheduleError, match=r"F0\.L1\.pre_dispatch_computation at step 2 is of a layer that does not"):
+        layernodes.explain(timeline, None, SHAPE)
+
+
+def test_one_hardware_queue() -> None:
+    """The costs that a timeline shows have its queues: the run itself, simulated, takes what it took."""
+    costs = CostModel.simple(computation=1, communication=1.7, hardware_queues=1)
+    shape = ChunkShape.of(["moe"] * 2, wgrad=True)
+    order = schedules.combined_1f1b(shape, 3)
+    timeline = simulate(order, costs)
+    assert timeline.makespan > simulate(order, costs.model_copy(update={"hardware_queues": 2})).makespan
+    assert layernodes.explain(timeline, max_states=200).simulated == pytest.approx(timeline.makespan)
+
+
+def test_a_link_twice_as_fast_carries_ones_own_slots_too() -> None:
+    """Two layers, each attention 1, own exchange 4, experts 1, F and B: 24 s, of which 16 are exchanges."""
+    gather = ExtraSlot("gather", after=Slot.PRE_DISPATCH_COMPUTATION, stream=StreamType.COMM)
+    shape = ChunkShape.of(["moe"] * 2, extra_slots=[gather], pre_process=False, post_process=False)
+    one = SlotCost(F=1, B=1)
+    slots = {"pre_dispatch_computation": one, "gather": SlotCost(F=4, B=4), "mlp": one}
+    costs = CostModel(kinds={"moe": {**slots, "moe_dispatch": SlotCost(), "moe_combine": SlotCost()}})
+    timeline = simulate(schedules.serial(shape, 1), costs, shape)
+    assert timeline.makespan == 24
+    assert helps(layernodes.explain(timeline, costs, max_states=200))["a link twice as fast"] == 16
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ("F0.L0.c F0.L0.d", "F0.L0.moe_combine at step 0 runs before F0.L0.moe_dispatch"),
+        ("F0.L0.d F0.L0.c F0.L0.d", "F0.L0.moe_dispatch at step 2 stands at step 0 already"),
+    ],
+)
+def test_steps_of_no_schedule(steps: str, message: str) -> None:
+    """As in a trace that was made by hand: the step that is out of place, by name."""
+    order = [Step.parse(text) for text in oracle.long(steps).split()]
+    timeline = Timeline(tuple(Interval(step, StreamType.COMM, at, at + 1.0) for at, step in enumerate(order)))
+    with pytest.raises(ScheduleError, match=message):
+        layernodes.explain(timeline)
+    with pytest.raises(ScheduleError, match=message):
+        _ = timeline.critical_path

@@ -359,6 +359,8 @@ def test_callbacks_ranges_and_timeline(streams: str) -> None:
     assert set(texts) <= ranges
     timeline = result.timeline
     assert [interval.step for interval in timeline.intervals] == list(schedule)
+    assert timeline.rules is not None
+    assert timeline.rules.shapes[Phase.F] == chunk.shape
     for stream in StreamType:
         own = [i for i in timeline.intervals if i.stream is stream]
         assert own

@@ -226,6 +226,14 @@ def test_parts_of_schedules() -> None:
     assert simulate(schedule[:0], costs).makespan == 0
 
 
+def test_parts_of_deferred_schedules_need_the_shape() -> None:
+    """Cut before its W, a B is B alone with the shape, and B + W without; attention 1 s each, the experts' F 1 s."""
+    shape = ChunkShape.of(["dense"], wgrad=True, pre_process=False, post_process=False)
+    part = schedules.deferred(schedules.serial(shape, 1), shape, "end")[:4]
+    costs = CostModel.simple(computation=1, communication=1)
+    assert (simulate(part, costs, shape).makespan, simulate(part, costs).makespan) == (4, 6)
+
+
 def test_own_slots() -> None:
     """A user's own slot is placed by where it stands, and its stream may be given with the costs."""
     own = [ExtraSlot("gate", after=Slot.MLP, stream=COMM)]
