@@ -5,18 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _run_engine = Variable._execution_engine.run_backward
 
 
 def leaf_of(value: Any) -> Any:
-    """A tensor cut from its graph, a leaf that requires grad where it did; anything else as it is."""
+    """A tensor cut from its graph, a leaf that requires grad where it did; anything else as it is.
+
+    Autocast keeps the casts of leaves: products that share one hand their gradients on as a sum in its dtype. What is
+    cut here is no leaf in the plain layer, which casts it for each. Of a view, autocast keeps none.
+    """
     if not isinstance(value, Tensor):
         return value
     leaf = value.detach()
     if value.requires_grad:
+        if _is_any_autocast_enabled() and not (value.is_leaf and not value._is_view()):
+            leaf = leaf.view_as(leaf)
         leaf.requires_grad_(True)
     return leaf
 

@@ -10,8 +10,8 @@ Contract: ``release_inputs`` empties the storage that a slot's input (``inner``)
                      itself, an ``autograd.Function`` that keeps it as an attribute, a node that remembers it
     Python's ``outer`` the same, where the sequence of outputs is ours: a node or a hook that remembers what it returned
 
-An ``outer`` that is a view has a base, which holds the storage too: 4 then, where that view and nothing else holds the
-base (the result of a ``contiguous()`` seen in another shape, say).
+An ``outer`` or ``inner`` that is a view has a base, which holds the storage too: one more for each, where that view and
+nothing else holds the base (the result of a ``contiguous()`` seen in another shape, say).
 
 Anything else - another view, a saved input or output, a buffer that is global to the process - shows up as one more
 holder, and then the storage is kept, as it is where torch has no such counter. Which names a node has, or which
@@ -75,12 +75,12 @@ def may_release(outer: Tensor, inner: Tensor) -> bool:
     if not _has_counters() or outer.data_ptr() != inner.data_ptr():
         return False
     most = 2 if inner.requires_grad else 1  # an input that the slot did not use has no accumulation node
-    is_view = outer._is_view()
+    views = [tensor for tensor in (outer, inner) if tensor._is_view()]
     return (
         num_tensor_holders(outer) == 1
         and num_tensor_holders(inner) <= most
-        and num_storage_holders(outer) == (3 if is_view else 2)
-        and (not is_view or _is_all_of_its_base(outer))
+        and num_storage_holders(outer) == 2 + len(views)
+        and all(map(_is_all_of_its_base, views))
     )
 
 

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from layernodes.autograd import leaf_of
 from layernodes.release import is_sole_holder, may_release, num_storage_holders, num_tensor_holders, release_inputs
+
+
+@pytest.fixture(params=[False, True], ids=["", "autocast"], autouse=True)
+def is_autocast(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Under autocast a leaf is a view of a tensor of its own."""
+    _AUTOCAST.append(request.param)
+    yield request.param
+    _AUTOCAST.clear()
+
+
+_AUTOCAST: list[bool] = []
 
 
 def _cut(outer: Tensor) -> list[Tensor]:
     """A consumer's detached input, as a schedule node makes it, in the sequence that holds it."""
-    return [outer.detach().requires_grad_(outer.requires_grad)]
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=_AUTOCAST[0]):
+        inner = leaf_of(outer)
+    assert inner._is_view() is (_AUTOCAST[0] and outer.requires_grad and not outer.is_leaf)
+    return [inner]
 
 
 def release(outer: Tensor, inners: list[Tensor]) -> bool:
@@ -156,7 +171,7 @@ def test_keeps_what_its_producer_used_beside() -> None:
     outer = _produced()
     handoff = outer * scale
     inner = _cut(outer)
-    assert num_storage_holders(outer) == 2
+    assert num_storage_holders(outer) == 2 + inner[0]._is_view()
     released = release(outer, inner)
     assert not released  # the tensors themselves must not be printed
     handoff.sum().backward()

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from layernodes import ChunkPlan, LayerPlan, NodeContext, NodeStateError, Runner
 from layernodes import schedules as built_in
 from layernodes.device_streams import DeviceStreams
 from layernodes.plan.stream_kind import StreamKind, make_streams
+from layernodes.state import HandoffMap
 from layernodes.streams import NO_WAIT, InlineStreams, ThreadStreams
 from tests.support.device import StandInEvent, stand_in_device
 
@@ -355,3 +356,72 @@ def test_both_streams_are_of_the_device_of_the_run() -> None:
         streams.run(_tasks((COMPUTE, NO_WAIT), (COMM, 0)), lambda task, lane: used.append(device.stream))
         assert [stream.device for stream in used] == [torch.device("cuda:1")] * 2
         assert used[0] is not used[1]
+
+
+class _Both(torch.nn.Module):
+    """Two products of one input; the input itself, in float32, goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = Linear(3, 3), Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x + q(x) k(x)."""
+        output: Tensor = x + self.q(x) * self.k(x)
+        return output
+
+
+class _BothNode(ScheduleNode):
+    """All of it; the second time it is the handoff that goes into the products."""
+
+    slot = Slot.MLP
+    stream = StreamType.COMPUTE
+    writes: ClassVar[HandoffMap] = {"x": Tensor}
+
+    def __init__(self, layer: Any) -> None:
+        self.both = layer[0]
+
+    def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor:
+        output: Tensor = self.both(inputs[0])
+        self.put(ctx, "x", output)
+        return output.detach() + output
+
+
+class _AgainNode(ScheduleNode):
+    slot = Slot.MOE_COMBINE
+    stream = StreamType.COMM
+    reads: ClassVar[HandoffMap] = {"x": Tensor}
+
+    def __init__(self, layer: Any) -> None:
+        self.both = layer[1]
+
+    def forward(self, ctx: NodeContext, *inputs: Tensor) -> Tensor:
+        taken: Any = self.take(ctx, "x")
+        output: Tensor = self.both(taken) + inputs[0]
+        return output
+
+
+@pytest.mark.parametrize("streams", ["inline", "threads"])
+def test_what_goes_into_two_products_under_autocast(streams: str) -> None:
+    """Inputs and handoffs are cast for each, as the plain layer casts them; no cast outlives its slot."""
+    torch.manual_seed(4)
+    layers = torch.nn.ModuleList([torch.nn.ModuleList([_Both(), _Both()]) for _ in range(2)])
+    batches = [torch.randn(4, 3, requires_grad=True) for _ in range(2)]
+    nodes = {Slot.MLP: _BothNode, Slot.MOE_COMBINE: _AgainNode}
+    chunk = ChunkPlan.of([LayerPlan.build(layer, nodes=nodes) for layer in layers])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = []
+        for batch in batches:
+            output = batch
+            for first, second in layers:
+                middle = first(output)
+                output = second(middle) + (middle.detach() + middle)
+            outputs.append(output.detach())
+            output.backward(torch.ones_like(output))
+        expected = [batch.grad for batch in batches] + [p.grad for p in layers.parameters()]
+        layers.zero_grad()
+        with Runner(streams=streams) as runner:
+            result = runner.run(built_in.serial(chunk.shape, 2), chunk, batches)
+    assert all(torch.equal(a, b) for a, b in zip(result.outputs, outputs, strict=True))
+    found = [*result.input_grads, *(p.grad for p in layers.parameters())]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))  # type: ignore[arg-type]

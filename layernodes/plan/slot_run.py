@@ -72,8 +72,7 @@ class SlotRun:
 
     def detach(self, t: Tensor) -> Tensor:
         """Cut ``t`` from the graph; backward hands the gradient of what is returned to ``t``."""
-        detached = t.detach()
-        detached.requires_grad_(t.requires_grad)
+        detached: Tensor = leaf_of(t)
         if self._cuts is None:
             self._cuts = []
         self._cuts.append((t, detached))
