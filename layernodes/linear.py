@@ -4,7 +4,7 @@
 ``x @ w``, ``x @ w.t()`` and the others of ``_PRODUCTS``. Results and gradients are those of plain autograd bit for bit,
 by one of two ways:
 
-    usual      2-d weight, contiguous 2-d or 3-d input of a linear or matmul: a function of ours whose backward
+    usual      real 2-d weight, contiguous 2-d or 3-d input of a linear or matmul: a function of ours whose backward
                multiplies what autograd's own would, in the same order
     any other  the product is recorded in a graph of its own over detached operands; backward asks it for the
                operands' gradients, and W for the weight's
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from layernodes.wgrad import WgradStore
+from layernodes.wgrad import WgradStore, take_store
 
 _MATMULS: frozenset[Any] = frozenset({torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__})
 _PRODUCTS: frozenset[Any] = frozenset(
@@ -48,6 +48,7 @@ _TRANSPOSES: frozenset[Any] = frozenset(
         Tensor.mT.__get__,  # type: ignore[attr-defined]  # as T
     }
 )
+_BACKWARDS: frozenset[Any] = frozenset({torch.autograd.grad, Tensor.backward})
 
 
 class _Operand(NamedTuple):
@@ -71,7 +72,12 @@ class deferring_products(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _PRODUCTS:
+        if func in _BACKWARDS:
+            # torch hands these on with the inputs in one place each.
+            inputs = args[1] if func is torch.autograd.grad else kwargs["inputs"]
+            for operand in self._weights_among((inputs,), {}):
+                self._store.check_wanted(operand.weight)
+        elif func in _PRODUCTS:
             found = self._weights_among(args, kwargs)
             if len(found) == 1 and self._store.can_defer(found[0].weight):
                 return self._defer(func, args, kwargs, found[0])
@@ -127,6 +133,7 @@ def _usual(
         and x.dim() in (2, 3)
         and x.is_contiguous()
         and operand.weight.dim() == 2
+        and not operand.weight.is_complex()
         and operand.weight.is_contiguous()
     )
     return (x, bias, is_matmul) if fits else None
@@ -160,8 +167,8 @@ class _DeferredLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        store, is_matmul = take_store(ctx), ctx.is_matmul
         x, weight = ctx.saved_tensors
-        store, is_matmul = ctx.store, ctx.is_matmul
         # Detached: what waits must not be the node's input itself, which by now holds its own gradient.
         x_rows = x.detach().reshape(-1, x.shape[-1])
         rows = gradient.reshape(-1, gradient.shape[-1])
@@ -174,7 +181,7 @@ class _DeferredLinear(torch.autograd.Function):
             return x_rows.t().mm(rows) if is_matmul else rows.t().mm(x_rows)
 
         store.park(ctx.weight, weight_gradient)
-        ctx.store = ctx.weight = None
+        ctx.weight = None
         return x_gradient, None, bias_gradient, None, None, None, None
 
 
@@ -232,11 +239,12 @@ class _DeferredProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        store = take_store(ctx)
         edge, leaf, leaves = ctx.edge, ctx.leaf, ctx.leaves
         wanted = [one for one, needed in zip(leaves, ctx.needs_input_grad[3:], strict=True) if needed]
         found = iter(_gradients(edge, wanted, gradient, retain_graph=True) if wanted else ())
-        ctx.store.park(ctx.weight, lambda: _gradients(edge, [leaf], gradient, retain_graph=False)[0])
-        del ctx.store, ctx.weight, ctx.edge, ctx.leaf, ctx.leaves
+        store.park(ctx.weight, lambda: _gradients(edge, [leaf], gradient, retain_graph=False)[0])
+        del ctx.weight, ctx.edge, ctx.leaf, ctx.leaves
         return None, None, None, *(next(found) if needed else None for needed in ctx.needs_input_grad[3:])
 
 

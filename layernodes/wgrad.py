@@ -17,75 +17,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from layernodes.deferred_weight import Compute, DeferredWeight
 from layernodes.errors import NodeStateError, PlanError
-from layernodes.stand_in import PARTS, Site, deliver, replaced, stand_in_for
-
-Compute = Callable[[], Tensor | None]
-
-
-class _Deferred:
-    """One weight of a store: the parameter, its stand-in, and what contributes to its gradient."""
-
-    __slots__ = ("_is_parked", "_parked", "_stand_in", "parameter")
-
-    def __init__(self, parameter: Parameter, stand_in: Parameter) -> None:
-        self.parameter = parameter
-        self._stand_in = stand_in
-        self._parked: list[Compute] = []
-        # Of each contribution in order: parked, or arrived at the stand-in from other operations. The hook knows this
-        # alone: what is parked may hold the stand-in, and would be held by it in turn where nobody computes it.
-        is_parked: list[bool] = []
-        self._is_parked = is_parked
-        stand_in.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            lambda _: is_parked.append(False)
-        )
-
-    def park(self, compute: Compute) -> None:
-        self._parked.append(compute)
-        self._is_parked.append(True)
-
-    @property
-    def num_parked(self) -> int:
-        return len(self._parked)
-
-    def deliver(self) -> None:
-        """Sum the contributions as plain autograd does, and deliver; a stand-in that keeps its parts gets these."""
-        parts = self.parameter.__dict__.get(PARTS)
-        if parts is not None:
-            parts.extend(self._compute())
-            return
-        total: Tensor | None = None
-        for computed in self._compute():
-            total = computed if total is None else total + computed
-        if total is not None:
-            deliver(self.parameter, total)
-
-    def _compute(self) -> Iterator[Tensor]:
-        """The contributions in the order in which backward made them."""
-        contributions, stand_in = self._parked, self._stand_in
-        gradient = stand_in.grad
-        if gradient is not None:
-            arrived = self._is_parked.index(False) if False in self._is_parked else len(contributions)
-            contributions.insert(arrived, lambda: gradient)
-        contributions.reverse()
-        with torch.no_grad():
-            while contributions:
-                computed = contributions.pop()()
-                if computed is not None:
-                    yield computed.to(self.parameter.dtype)
-        if getattr(stand_in, "grad_added_to_main_grad", False):
-            # Megatron-Core's own mark on a parameter; torch's Parameter does not declare it.
-            self.parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+from layernodes.stand_in import Site, replaced, stand_in_for
 
 
 def _saved_tensor_hooks() -> object:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+_MEND = 'leave the weight out of deferred_parameters(), or build the plan with wgrad="off"'
+
+
+def _inner_backward(name: str) -> NodeStateError:
+    return NodeStateError(
+        f"a node's forward differentiates through {name} (torch.autograd.grad or backward), whose gradient is deferred "
+        f"and has no place to go before the node's own backward; {_MEND}"
+    )
+
+
+def take_store(ctx: Any) -> WgradStore:
+    """The store on a function's context, in its backward, which runs once.
+
+    Raises:
+        NodeStateError: it ran before.
+    """
+    store: WgradStore | None = ctx.store
+    if store is None:
+        raise NodeStateError(
+            f"the backward of a product with a deferred weight ran a second time, which would add its gradient twice; "
+            f"go backward once, or {_MEND}"
+        )
+    ctx.store = None
+    return store
 
 
 @final
@@ -99,16 +69,17 @@ class WgradStore:
         on_park, on_drain: called when the first gradient is parked, and when all are computed.
     """
 
-    __slots__ = ("_anchor", "_deferred", "_on_drain", "_on_park", "_outer_hooks", "_waiting")
+    __slots__ = ("_anchor", "_deferred", "_in_forward", "_on_drain", "_on_park", "_outer_hooks", "_waiting")
 
     def __init__(
         self, *, on_park: Callable[[], object] | None = None, on_drain: Callable[[], object] | None = None
     ) -> None:
         self._on_park, self._on_drain = on_park, on_drain
         self._outer_hooks = _saved_tensor_hooks()
-        self._deferred: dict[int, _Deferred] = {}  # by id of the stand-in
-        self._waiting: dict[int, _Deferred] = {}  # those of which something is parked, in order of the first
+        self._deferred: dict[int, DeferredWeight] = {}  # by id of the stand-in
+        self._waiting: dict[int, DeferredWeight] = {}  # those of which something is parked, in order of the first
         self._anchor: Tensor | None = None
+        self._in_forward = False
 
     @property
     def anchor(self) -> Tensor:
@@ -145,7 +116,7 @@ class WgradStore:
             compute: called once, by the ``W`` step; None where it added the gradient elsewhere (``main_grad``) itself.
 
         Raises:
-            NodeStateError: the weight is not deferred here.
+            NodeStateError: the weight is not deferred here, or its node's forward still runs.
         """
         deferred = self._deferred.get(id(weight))
         if deferred is None:
@@ -153,10 +124,22 @@ class WgradStore:
                 "park() was given a weight that its node does not defer; let deferred_parameters() return it, "
                 "pass the weight as the module holds it during forward, and park it before its W step"
             )
+        if self._in_forward:
+            raise _inner_backward(deferred.name)
         deferred.park(compute)
         if not self._waiting and self._on_park is not None:
             self._on_park()
         self._waiting.setdefault(id(weight), deferred)
+
+    def check_wanted(self, weight: Tensor) -> None:
+        """Refuse to differentiate by ``weight`` in the node's forward once a product was deferred: no edge leads to it.
+
+        Raises:
+            NodeStateError: the weight is deferred here, and the store's anchor was given out.
+        """
+        deferred = self._deferred.get(id(weight))
+        if deferred is not None and self._anchor is not None:
+            raise _inner_backward(deferred.name)
 
     @property
     def num_parked(self) -> int:
@@ -175,10 +158,14 @@ class WgradStore:
             stand_in = made.get(id(current))
             if stand_in is None:
                 stand_in = made[id(current)] = stand_in_for(current)
-                self._deferred[id(stand_in)] = _Deferred(current, stand_in)
+                self._deferred[id(stand_in)] = DeferredWeight(f"{type(module).__name__}.{name}", current, stand_in)
             swaps[id(module), name] = (module, name, stand_in)
-        with replaced(swaps.values()):
-            yield
+        self._in_forward = True
+        try:
+            with replaced(swaps.values()):
+                yield
+        finally:
+            self._in_forward = False
 
     def drain(self) -> None:
         """Compute and deliver everything, one weight after the other; the store is empty afterwards."""

@@ -162,3 +162,23 @@ def test_autocast_equals_plain_autograd(enabled: bool) -> None:
         chunk = plan_of(ours, forward=twice)
         run(schedules.deferred(schedules.serial(chunk.shape, 3), chunk.shape, "end"), chunk, batches)
     assert _same(gradients(theirs), gradients(ours))
+
+
+@pytest.mark.parametrize("name", ["F.linear-bias", "x @ w", "x @ w.t()", "einsum", "addmm", "bmm"])
+def test_complex_products_equal_plain_autograd(name: str) -> None:
+    """Their gradients are products of conjugates."""
+    shape, forward = ALL[name]
+    ours, theirs = (_module(shape, 0, torch.complex64) for _ in range(2))
+    with torch.no_grad():
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            b.copy_(a.mul_(1 + 2j))
+    rows = (3, 7) if name in BATCHED else (7,)
+    batches = [torch.randn((*rows, 4), dtype=torch.complex64, requires_grad=True) for _ in range(2)]
+    grads = [torch.randn((*rows, 5), dtype=torch.complex64) for _ in range(2)]
+    expected = plain(lambda x: forward(theirs, x), batches, grads)
+    chunk = plan_of(ours, forward=forward)
+    found = run(
+        schedules.deferred(schedules.serial(chunk.shape, 2), chunk.shape, "end"), chunk, batches, loss_grads=grads
+    )
+    assert _same(gradients(theirs), gradients(ours))
+    assert _same(dict(enumerate(expected)), dict(enumerate(found.input_grads)))  # type: ignore[arg-type]

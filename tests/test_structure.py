@@ -17,7 +17,7 @@ _FILES = sorted(path.relative_to(_ROOT).as_posix() for path in _ROOT.rglob("*.py
 # Later layers may import earlier ones. Files of the package's root that are not named stand above all.
 _LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors.py", "slots.py"),
-    ("autograd.py", "lane.py", "release.py", "stand_in.py", "state.py", "wgrad.py"),
+    ("autograd.py", "deferred_weight.py", "lane.py", "release.py", "stand_in.py", "state.py", "wgrad.py"),
     ("streams.py", "device_streams.py", "quiet.py"),
     ("_megatron/", "cpu.py", "_cpu_device.py", "_cpu_linear.py", "_cpu_norm.py", "linear.py"),
     ("nodes/",),

@@ -470,8 +470,8 @@ def test_what_waits_between_b_and_w_is_the_input_and_the_outputs_gradient(wgrad:
     chunk_run = chunk.open(x)
     chunk_run.forward(at, None)
     chunk_run.end_forward()
-    chunk_run.output = None
     chunk_run.begin_backward(loss_grad)
+    chunk_run.output = None
     chunk_run.backward(at)
     chunk_run.end_backward()
     chunk_run.input_grad = None

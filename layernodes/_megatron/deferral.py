@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Linear, Module
 
 from layernodes.stand_in import Site
-from layernodes.wgrad import WgradStore
+from layernodes.wgrad import WgradStore, take_store
 
 _LIBRARIES: Final = ("megatron", "torch", "transformer_engine")
 PARALLEL_LINEARS: Final = (ColumnParallelLinear, RowParallelLinear)
@@ -129,6 +129,7 @@ class _DeferredParallelLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        store = take_store(ctx)
         input, weight = ctx.saved_tensors
         input_gradient = gradient.matmul(weight)
         handle = None
@@ -141,7 +142,7 @@ class _DeferredParallelLinear(torch.autograd.Function):
         bias_gradient = None
         if ctx.has_bias and ctx.needs_input_grad[2]:
             bias_gradient = gradient.contiguous().view(-1, gradient.shape[-1]).sum(dim=0)
-        ctx.store.park(
+        store.park(
             ctx.held[0],
             partial(
                 _weight_gradient,
@@ -152,7 +153,7 @@ class _DeferredParallelLinear(torch.autograd.Function):
                 ctx.gradient_accumulation_fusion,
             ),
         )
-        ctx.store = ctx.held = None
+        ctx.held = None
         if handle is not None:
             handle.wait()
         return input_gradient, None, bias_gradient, None, None, None, None, None, None, None

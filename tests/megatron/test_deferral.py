@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from layernodes import ChunkPlan, Schedule, schedules
+from layernodes.errors import StepError
 from tests import oracle
 from tests.support.build import make_microbatches, make_model
 from tests.support.configs import Cell, by_name
@@ -318,3 +319,16 @@ def test_megatrons_ddp_with_overlapped_reduction(name: str, place: str) -> None:
         if turn:  # the first step is where DDP learns how often each parameter is ready
             assert len(reduced) == len(groups)
             assert "finish" not in reduced
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_an_inner_backward_through_a_parallel_linear_is_refused_by_name(kind: str) -> None:
+    """It would park a gradient that the plain layer has not."""
+
+    def forces(m: Linear, x: Tensor) -> Tensor:
+        (force,) = torch.autograd.grad(m(x).tanh().sum(), x)
+        return x + force
+
+    chunk = plan_of(Linear(kind), forward=forces)
+    with pytest.raises(StepError, match=r"ParallelLinear\.weight .*leave the weight out of deferred_parameters\(\)"):
+        run("F0.L0.mlp B0.L0.mlp W0.L0.mlp", chunk, [torch.randn(5, 6, requires_grad=True)])
