@@ -76,7 +76,7 @@ class ExtraSlot:
 
     Attributes:
         name: an identifier that is no slot's name yet.
-        after: the slot that it follows: one of ``Slot``, or the name of an extra slot listed before it.
+        after: the slot that it follows: one of ``Slot``, or the name of another extra slot, listed before it or behind.
         stream: the stream on which it runs.
 
     Raises:

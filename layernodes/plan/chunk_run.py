@@ -13,6 +13,7 @@ from layernodes._megatron.shared_parameters import SharedGradients
 from layernodes.errors import BatchError, NodeStateError
 from layernodes.lane import Lane
 from layernodes.plan.layer_hooks import LayerHooks
+from layernodes.plan.output_gradients import gradients_of
 from layernodes.plan.slot_run import LayerState, SlotRun, Values
 from layernodes.slots import Phase
 from layernodes.state import handoffs_of
@@ -161,26 +162,10 @@ class ChunkRun:
         """Hand over the gradient of the output; None: ones like it.
 
         Raises:
-            NodeStateError: there are more or fewer gradients than outputs, or no output is a tensor.
+            NodeStateError: there are more or fewer gradients than outputs, one has another shape than its output, or no
+                output is a tensor.
         """
-        outputs = self.output if isinstance(self.output, tuple) else (self.output,)
-        if not any(isinstance(t, Tensor) for t in outputs):
-            raise NodeStateError(
-                f"the chunk returned a {type(self.output).__name__}, from which no backward can begin; return a "
-                f"tensor, or a tuple of tensors"
-            )
-        if gradient is None:
-            self._gradient = tuple(
-                torch.ones_like(t) if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) else None
-                for t in outputs
-            )
-        else:
-            self._gradient = gradient if isinstance(gradient, tuple) else (gradient,)
-            if len(outputs) != len(self._gradient):
-                raise NodeStateError(
-                    f"the last slot returned {len(outputs)} values, and the gradients given are {len(self._gradient)}; "
-                    f"return one tensor, or give a tuple with a gradient for each"
-                )
+        self._gradient = gradients_of(self.output, gradient)
 
     def backward(self, index: int, lane: Lane | None = None) -> None:
         """Run the backward of the slot at place ``index``; ``lane`` as for ``forward``.

@@ -21,16 +21,8 @@ from layernodes.plan.arguments import check_argument, refuse_option
 from layernodes.plan.describe import LayerDescription, describe_layer, unheld_parameters
 from layernodes.plan.forward_funcs import ForwardFuncs, forward_funcs
 from layernodes.plan.registry import LayerRegistry, NodeFactory, SlotKey, registry_of
-from layernodes.plan.slot_nodes import (
-    build_node,
-    check_handoffs,
-    factories_of,
-    in_order,
-    name_of,
-    names_of,
-    root_of,
-    spelling,
-)
+from layernodes.plan.slot_nodes import build_node, check_handoffs, factories_of, name_of, names_of, root_of, spelling
+from layernodes.plan.slot_order import in_order
 from layernodes.slots import ExtraSlot, Slot
 from layernodes.wgrad import check_hook
 
@@ -142,7 +134,8 @@ class LayerPlan:
                     f"{spelling(factory)} into; its slots are {names_of(factories)}"
                 )
             factories[slot] = factory
-        built = {slot: build_node(factories[slot], slot, layer) for slot in in_order(factories)}
+        order = in_order(Slot, [key for key in factories if isinstance(key, ExtraSlot)])
+        built = {slot: build_node(factories[slot], slot, layer) for slot in order if slot in factories}
         check_handoffs(built)
         for slot, node in built.items():
             if mode is WgradMode.AUTO:

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple, Self, final
 
 from layernodes.errors import PlanError
 from layernodes.plan.arguments import check_argument, check_items
+from layernodes.plan.slot_order import in_order
 from layernodes.plan.step import Step
 from layernodes.slots import POST_PROCESS, PRE_PROCESS, ExtraSlot, Slot, StreamType, is_slot_name
 
@@ -105,7 +106,8 @@ class LayerShape:
             uses: the slots that are no pass-through; None takes those of the kind.
 
         Raises:
-            PlanError: unknown kind, an extra slot after a slot that is not there, a deferred slot that is not there.
+            PlanError: unknown kind, an extra slot after one that is not there, or in a circle; a deferred slot that is
+                not there.
         """
         check_argument("kind", kind, str, advice="give 'moe' or 'dense'")
         check_items("extra_slots", extra_slots, ExtraSlot)
@@ -119,6 +121,7 @@ class LayerShape:
             uses = {*_USED_BY_KIND[kind], *([Slot.MTP_POST_PROCESS] if mtp else [])}
         check_items("uses", uses, str, advice="give the slots that are no pass-through")
         deferred: Collection[str] = DEFERRED_SLOTS if wgrad is True else wgrad or ()
+        own = [slot for slot in Slot if split_combine or slot is not Slot.POST_COMBINE]
         slots = [
             SlotShape(
                 name=slot,
@@ -126,19 +129,10 @@ class LayerShape:
                 passthrough=slot not in uses,
                 wgrad=slot in deferred and slot in uses,
             )
-            for slot in Slot
-            if split_combine or slot is not Slot.POST_COMBINE
+            if isinstance(slot, Slot)
+            else SlotShape(name=slot.name, stream=slot.stream, wgrad=slot.name in deferred)
+            for slot in in_order(own, extra_slots)
         ]
-        placed: dict[str, str] = {}
-        for extra in extra_slots:
-            names = [slot.name for slot in slots]
-            if str(extra.after) not in names:
-                raise PlanError(f"extra slot {extra.name} follows {extra.after}; this layer has {', '.join(names)}")
-            at = names.index(str(extra.after)) + 1
-            while at < len(names) and placed.get(names[at]) == str(extra.after):
-                at += 1
-            placed[extra.name] = str(extra.after)
-            slots.insert(at, SlotShape(name=extra.name, stream=extra.stream, wgrad=extra.name in deferred))
         unknown = [name for name in deferred if name not in {slot.name for slot in slots}]
         if unknown:
             raise PlanError(

@@ -153,21 +153,6 @@ def root_of(extra: ExtraSlot, among: Mapping[SlotKey, object]) -> Slot:
     return after
 
 
-def in_order(factories: Mapping[SlotKey, NodeFactory]) -> list[SlotKey]:
-    """The slots in forward order: each extra slot directly after the one that it follows."""
-    order: list[SlotKey] = [slot for slot in Slot if slot in factories]
-    extras = [key for key in factories if isinstance(key, ExtraSlot)]
-    names = [key.name for key in extras]
-    if len(set(names)) != len(names):
-        raise PlanError(f"two extra slots share a name: {', '.join(names)}; give each a name of its own")
-    rank = {slot: i for i, slot in enumerate(Slot)}
-    for extra in extras:
-        root = root_of(extra, factories)
-        at = sum(1 for key in order if rank[key if isinstance(key, Slot) else root_of(key, factories)] <= rank[root])
-        order.insert(at, extra)
-    return order
-
-
 def names_of(slots: Any) -> str:
     """How slots are written in code."""
     return ", ".join(map(name_of, slots))

@@ -24,6 +24,7 @@ from layernodes import (
     ScheduleError,
     ScheduleNode,
     Slot,
+    StepError,
     StreamType,
     pairs,
     schedules,
@@ -335,3 +336,14 @@ def test_complex_outputs_go_backward_too() -> None:
     output = x * phases
     (expected,) = torch.autograd.grad(output, phases, torch.ones_like(output))
     assert phases.grad is not None and torch.equal(phases.grad, expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 8), (8,), (1, 8), ()])
+def test_a_gradient_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    """As plain autograd refuses it, also where it could be broadcast, or summed, to the output's shape."""
+    chunk = toy.chunk_of(toy.toys(1))
+    gradient = torch.ones(shape, dtype=torch.float64)
+    with Runner("inline") as runner, pytest.raises(StepError) as caught:
+        runner.run(schedules.serial(chunk.shape, 1), chunk, toy.inputs(1), [gradient])
+    assert isinstance(caught.value.__cause__, NodeStateError)
+    assert f"a tensor of shape (6, 8), and the gradient given for it has shape {shape}" in str(caught.value)
