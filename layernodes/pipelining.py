@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 from torch.nn import Module, ModuleList
 
+from layernodes._overlapped import Meeting, followed_calls, run_overlapped
 from layernodes.errors import NodeStateError, OptionError
 from layernodes.plan import pairs
 from layernodes.plan.chunk_plan import ChunkPlan
@@ -40,9 +41,6 @@ except ImportError:
         f"torch {torch.__version__} has no OVERLAP_F_B actions in torch.distributed.pipelining; use a newer one "
         f"(layernodes is tested with 2.14)"
     ) from None
-
-if TYPE_CHECKING:
-    from torch.distributed.pipelining.schedules import _Action, _PipelineContext
 
 __all__ = ["ChunkStage", "overlap", "pipeline_stage"]
 
@@ -68,7 +66,7 @@ class ChunkStage(Module):
         self._chunk = chunk
         self._runner = runner
         self._made: dict[tuple[Hashable, ...], PairSchedule] = {}
-        self._meeting: _Meeting | None = None
+        self._meeting: Meeting | None = None
         self._caller: ThreadState | None = None
 
     @property
@@ -108,7 +106,7 @@ class ChunkStage(Module):
             schedule = self._made[key] = pair(*(None if plan is None else plan.shape for plan in plans))
         self._runner.run_pair(schedule, forward, backward, gradient)
 
-    def meet(self, meeting: _Meeting | None) -> None:
+    def meet(self, meeting: Meeting | None) -> None:
         """Let the next forward or backward of this stage be half of a pair; ``meeting`` None: of its own again."""
         self._meeting = meeting
 
@@ -164,32 +162,6 @@ class _Stage(PipelineStage):
             return super().backward_one_chunk(*args, **kwargs)
 
 
-@final
-class _Meeting:
-    """One overlapped action: the backward calls for the forward, which runs both."""
-
-    def __init__(self, forward: ChunkStage, backward: ChunkStage, pair: Pair, call_forward: Callable[[], None]) -> None:
-        self._forward, self._backward, self._pair, self._call_forward = forward, backward, pair, call_forward
-        self._waiting: tuple[ChunkRun, Tensor] | None = None
-
-    def go_backward(self, run: ChunkRun, gradient: Tensor) -> None:
-        """The backward has its gradient: now comes the forward, and with it both."""
-        self._waiting = run, gradient
-        self._backward.meet(None)
-        self._forward.meet(self)
-        try:
-            self._call_forward()
-        finally:
-            self._forward.meet(None)
-
-    def go_forward(self, run: ChunkRun) -> None:
-        """The forward has its input: run both."""
-        assert self._waiting is not None
-        waiting, self._waiting = self._waiting, None
-        self._forward.meet(None)
-        self._backward.run_pair(self._pair, run, *waiting)
-
-
 def pipeline_stage(
     chunk: ChunkPlan,
     runner: Runner,
@@ -206,7 +178,7 @@ def pipeline_stage(
         example: a tensor of the shape, dtype and device of the stage's input and output. torch would else find shapes
             out with a forward and backward of its own, whose gradients would stay.
     """
-    leaf = example.detach().requires_grad_(example.is_floating_point())
+    leaf = example.detach().requires_grad_(example.is_floating_point() or example.is_complex())
     return _Stage(
         ChunkStage(chunk, runner),
         stage_index,
@@ -242,52 +214,5 @@ def overlap(schedule: _PipelineScheduleRuntime, pair: Pair = pairs.combined_1f1b
                 f"the module of stage {stage.stage_index} is {type(stage.submod).__name__}; make it a "
                 f"ChunkStage(chunk, runner), so that it can be run slot by slot"
             )
-    schedule.register_custom_function(OVERLAP_F_B, lambda action, context: _run_overlapped(action, context, pair))
-
-
-def _run_overlapped(action: _Action, context: _PipelineContext, pair: Pair) -> None:
-    """What torch does for the two halves of the action, the forward in the midst of the backward."""
-    runtime: Any = context.schedule_ref
-    stages = {stage.stage_index: stage for stage in runtime._stages}
-    assert action.sub_actions is not None
-    forward, backward = action.sub_actions
-    stage, index = stages[backward.stage_index], backward.microbatch_index
-
-    def call_forward() -> None:
-        _go_forward(runtime, context, stages, forward)
-
-    meeting = _Meeting(stages[forward.stage_index].submod, stage.submod, pair, call_forward)
-    # Both halves' inputs have to be there before either begins.
-    _wait(runtime.fwd_recv_ops, forward)
-    _wait(runtime.bwd_recv_ops, backward)
-    runtime.backward_counter[backward.stage_index] += 1
-    stage.submod.meet(meeting)
-    try:
-        with stage.submod.called_from_here():
-            stage.backward_one_chunk(
-                index,
-                loss=runtime._maybe_get_loss(stage, index),
-                full_backward=True,
-                last_backward=runtime.backward_counter[backward.stage_index] == runtime._n_microbatches,
-            )
-    finally:
-        stage.submod.meet(None)
-    if backward.stage_index - 1 in stages:  # the two stages of a V hand over without sending
-        stages[backward.stage_index - 1].set_local_bwd_input(stage.get_local_bwd_output(index), index)
-
-
-def _go_forward(runtime: Any, context: _PipelineContext, stages: dict[int, Any], action: _Action) -> None:
-    stage, index = stages[action.stage_index], action.microbatch_index
-    assert index is not None
-    arguments = () if context.arg_mbs is None else context.arg_mbs[index]
-    keywords = {} if context.kwarg_mbs is None else context.kwarg_mbs[index]
-    output = stage.forward_one_chunk(index, arguments, keywords)
-    runtime._maybe_compute_loss(stage, output, context.target_mbs, index)
-    if action.stage_index + 1 in stages:
-        stages[action.stage_index + 1].set_local_fwd_input(output, index)
-
-
-def _wait(received: dict[tuple[int, int], Any], action: _Action) -> None:
-    assert action.microbatch_index is not None
-    for work in received.pop((action.stage_index, action.microbatch_index), ()):
-        work.wait()
+    call = followed_calls(schedule)
+    schedule.register_custom_function(OVERLAP_F_B, lambda action, context: run_overlapped(action, context, pair, call))

@@ -28,6 +28,19 @@ def test_numbers_are_torchs_own(ranks: list[dict[str, Any]]) -> None:
         assert [name for name, is_equal in cases.items() if not is_equal] == []
 
 
+def test_what_step_is_called_with_reaches_overlapped_actions(ranks: list[dict[str, Any]]) -> None:
+    """Arguments of the loss function, and whether outputs are kept, of one call after the other on the same stages."""
+    for found in ranks:
+        assert found["options"] == {
+            f"{name}{of}": True for name in ("scaled", "none", "lean") for of in ("", " outputs")
+        }
+
+
+def test_complex_stages(ranks: list[dict[str, Any]]) -> None:
+    """Gradients go back through stages of complex tensors, to the first."""
+    assert [found["complex"] for found in ranks] == [True, True]
+
+
 def test_autocast_holds_wherever_steps_run(ranks: list[dict[str, Any]]) -> None:
     """On whatever thread autograd goes backward: that of the caller, in overlapped and in plain actions."""
     for found in ranks:

@@ -20,7 +20,7 @@ from layernodes.plan.schedule import Schedule
 from layernodes.plan.step import Step
 from layernodes.release import may_release
 from layernodes.slots import Slot
-from layernodes.testing.bench import NodeBench, node_names
+from layernodes.testing.bench import NodeBench, is_equal, node_names
 from layernodes.testing.hooks import check_hooks
 from layernodes.testing.orders import random_schedule
 from layernodes.testing.report import Check, Finding
@@ -140,7 +140,7 @@ def _check_forward_alone(bench: NodeBench) -> Iterator[Finding]:
     forward = random_schedule(shape, bench.num_microbatches, random.Random(1), "forward")
     result = bench.run(forward)
     trained = bench.run(_mixed(bench))
-    if not all(torch.equal(a, b) for a, b in zip(result.outputs, trained.outputs, strict=True)):
+    if not all(is_equal(a, b) for a, b in zip(result.outputs, trained.outputs, strict=True)):
         yield Finding(
             check=Check.LIFE_CYCLE,
             found="a forward alone, without gradients, returns something else than the forward of a training step",

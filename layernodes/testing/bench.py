@@ -97,7 +97,7 @@ class NodeBench:
 
     def leaves(self) -> list[tuple[Tensor, Mapping[str, Any]]]:
         """The microbatches, fresh."""
-        return [(x.detach().clone().requires_grad_(x.is_floating_point()), given) for x, given in self._batches]
+        return [(x.detach().clone().requires_grad_(_has_gradients(x)), given) for x, given in self._batches]
 
     def restore(self) -> None:
         """Generators and buffers as they were, and no gradients."""
@@ -230,7 +230,30 @@ def _sums(gradients: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
         yield None
     for order in permutations(there):
         if order:
-            yield reduce(torch.add, order)
+            yield reduce(_add, order)
+
+
+def _add(total: Tensor, gradient: Tensor) -> Tensor:
+    if total.is_sparse and not gradient.is_sparse:  # torch adds nothing dense to what is sparse
+        return gradient + total
+    return total + gradient
+
+
+def _has_gradients(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def is_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal bit for bit; NaN equals NaN."""
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and _is_close(a, b, 0.0, 0.0)
+
+
+def _is_close(a: Tensor, b: Tensor, rtol: float, atol: float) -> bool:
+    return torch.allclose(_dense(a), _dense(b), rtol=rtol, atol=atol, equal_nan=True)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 def _compare(name: str, actual: Tensor | None, allowed: Sequence[Tensor | None]) -> list[str]:
@@ -238,10 +261,14 @@ def _compare(name: str, actual: Tensor | None, allowed: Sequence[Tensor | None])
         if actual is None and allowed[0] is None:
             return []
         return [f"{name} (is missing)" if actual is None else f"{name} (there should be none)"]
-    wanted = [tensor for tensor in allowed if tensor is not None and tensor.shape == actual.shape]
-    if any(torch.equal(actual, tensor) for tensor in wanted):
+    wanted = [
+        tensor
+        for tensor in allowed
+        if tensor is not None and (tensor.shape, tensor.dtype) == (actual.shape, actual.dtype)
+    ]
+    if any(is_equal(actual, tensor) for tensor in wanted):
         return []
-    is_close = any(torch.allclose(actual, tensor, rtol=1e-4, atol=1e-6) for tensor in wanted)
+    is_close = any(_is_close(actual, tensor, 1e-4, 1e-6) for tensor in wanted)
     return [f"{name} (differs by rounding)" if is_close else f"{name} (is wrong)"]
 
 
