@@ -156,9 +156,9 @@ def _held_of(kind: str, expected: int) -> dict[str, Any]:
         chunk_run = chunk.open(x)
         chunk_run.forward(at, None)
         chunk_run.end_forward()
-        chunk_run.output = None
         phase = "B"
         chunk_run.begin_backward(gradient)
+        chunk_run.output = None
         chunk_run.backward(at)
         chunk_run.end_backward()
         chunk_run.input_grad = None
