@@ -66,5 +66,4 @@ class DeferredWeight:
                 if computed is not None:
                     yield computed.to(self.parameter.dtype)
         if getattr(stand_in, "grad_added_to_main_grad", False):
-            # Megatron-Core's own mark on a parameter; torch's Parameter does not declare it.
-            self.parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            self.parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # Megatron-Core's, not torch's

@@ -198,7 +198,8 @@ def install(build: Callable[[Module], LayerPlan] | None = None) -> Installation:
             plan = model.build_schedule_plan(tokens, positions, mask, labels=labels)
             loss = type(plan).run(plan, None)
     """
-    check_argument("build", build, Callable, type(None), advice=_BUILD)  # type: ignore[arg-type]  # a special form to mypy
+    # isinstance() takes Callable, an abstract base class; mypy holds its name for a special form, which is no class.
+    check_argument("build", build, Callable, type(None), advice=_BUILD)  # type: ignore[arg-type]  # see above
     return Installation(build or _plan_for_caller)
 
 

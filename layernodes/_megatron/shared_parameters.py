@@ -124,7 +124,7 @@ class _Sum:
         """Note one use's contributions and sum what is next."""
         stand_in = use.stand_in
         if getattr(stand_in, "grad_added_to_main_grad", False):
-            self.parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # Megatron-Core sets it
+            self.parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # Megatron-Core's, not torch's
         contributions = parts_of(stand_in)
         if stand_in.grad is not None:
             if use.is_seeded:
